@@ -1,0 +1,1 @@
+"""Every number that the README quotes, each with the command that measures it."""

@@ -1,0 +1,1 @@
+"""The data plane: streams tokens of many adapters from one base model."""

@@ -1,0 +1,1 @@
+"""What turns requests into token ids and token ids into text: chat template, tokenizer, detokenizer, stop strings."""

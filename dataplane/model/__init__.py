@@ -1,0 +1,1 @@
+"""Model code: a configuration, layers, and one readable forward per family."""

@@ -1,0 +1,1 @@
+"""The control plane's API; the generated code is in `v1`."""

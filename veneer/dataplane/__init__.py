@@ -1,0 +1,1 @@
+"""The data plane's API; the generated code is in `v1`."""
