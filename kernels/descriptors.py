@@ -1,0 +1,72 @@
+"""The descriptor table: where in the arena each (slot, layer, slice) block lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """One adapter's part of the table.
+
+    Attributes:
+        a_offset: int64 [L, slices], first element of A in the arena; A is [rank, K], row-major.
+        b_offset: int64 [L, slices], first element of B in the arena; B is transposed, [rank, N], row-major.
+        rank: int32 [L, slices], rank rows there; 0 where the adapter has none.
+        scale: float32 [L, slices], factor of B A x.
+    """
+
+    a_offset: npt.NDArray[np.int64]
+    b_offset: npt.NDArray[np.int64]
+    rank: npt.NDArray[np.int32]
+    scale: npt.NDArray[np.float32]
+
+
+class Descriptors:
+    """`desc[slot, layer, slice] = (A offset, B offset, rank, scale)`, as numpy arrays and as tensors on the device.
+
+    Owned by the arena, which writes a slot when its image becomes visible; everything else reads. On the CPU the tensors share the
+    memory of the arrays; elsewhere they are copies that `set` refreshes. Offsets count ELEMENTS of the arena's dtype and are int64:
+    a pool of a few GiB has more elements than int32 can count.
+
+    Attributes:
+        a_offset, b_offset, rank, scale: numpy arrays [slots, L, slices], see `Blocks`.
+        largest_rank: int32 [slots], largest rank of each slot over layers and slices; 0 for an empty slot.
+        epoch: int64 [slots], how often the slot was written: whoever keeps something of a slot keeps its epoch with it.
+        tensors: The four arrays on the device, in that order.
+    """
+
+    def __init__(self, num_slots: int, num_layers: int, num_slices: int, *, device: str | torch.device = "cpu") -> None:
+        shape = (num_slots, num_layers, num_slices)
+        self.a_offset = np.zeros(shape, dtype=np.int64)
+        self.b_offset = np.zeros(shape, dtype=np.int64)
+        self.rank = np.zeros(shape, dtype=np.int32)
+        self.scale = np.zeros(shape, dtype=np.float32)
+        self.largest_rank = np.zeros(num_slots, dtype=np.int32)
+        self.epoch = np.zeros(num_slots, dtype=np.int64)
+        self._arrays = (self.a_offset, self.b_offset, self.rank, self.scale)
+        self.tensors = tuple(torch.from_numpy(array).to(device) for array in self._arrays)
+        self._shared = torch.device(device).type == "cpu"
+
+    def set(self, slot: int, blocks: Blocks) -> None:
+        """Writes a slot whole, so that nothing of its last adapter is left."""
+        self.a_offset[slot] = blocks.a_offset
+        self.b_offset[slot] = blocks.b_offset
+        self.rank[slot] = blocks.rank
+        self.scale[slot] = blocks.scale
+        self.epoch[slot] += 1
+        self.largest_rank[slot] = int(blocks.rank.max(initial=0))
+        if not self._shared:
+            for array, tensor in zip(self._arrays, self.tensors, strict=True):
+                tensor[slot].copy_(torch.from_numpy(array[slot]))
+
+    def clear(self, slot: int) -> None:
+        """Empties a slot: rank 0 everywhere."""
+        _, num_layers, num_slices = self.rank.shape
+        shape = (num_layers, num_slices)
+        zero = np.zeros(shape, dtype=np.int64)
+        self.set(slot, Blocks(zero, zero, np.zeros(shape, np.int32), np.zeros(shape, np.float32)))
