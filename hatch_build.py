@@ -14,6 +14,6 @@ class GenerateStubs(BuildHookInterface[Any]):
 
     PLUGIN_NAME = "custom"
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
         """Called by hatchling before it collects files."""
         runpy.run_path(str(Path(self.root) / "proto" / "generate.py"))["generate"]()

@@ -1,8 +1,8 @@
 """Generates the Python code of the API: `python proto/generate.py`.
 
-Reads every `.proto` file below this folder and writes messages, gRPC stubs and type stubs to the folder of the same name at the root
-(`proto/veneer/x/v1/y.proto` → `veneer/x/v1/y_pb2.py`). The output is ignored by git. Files whose text does not change keep their time
-stamps, and files that no longer have a source are deleted, so the script may be run at any time.
+Reads every `.proto` file below this folder and writes messages, gRPC stubs and type stubs to the folder of the same name at the
+root (`proto/veneer/x/v1/y.proto` → `veneer/x/v1/y_pb2.py`). The output is ignored by git. Files whose text does not change keep
+their time stamps, and files that no longer have a source are deleted, so the script may be run at any time.
 """
 
 from __future__ import annotations

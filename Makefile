@@ -1,0 +1,71 @@
+# Everything is run through here; the environment is .venv at the root. Needs python3 >= 3.11 with venv, and make.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+STUBS := .venv/.stubs
+PROTOS := $(shell find proto -name '*.proto')
+BENCH_JSON ?= bench.json
+
+.PHONY: help demo up down test test-long check lint type proto bench format
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-10s %s\n", $$1, $$2}'
+
+demo: $(STUBS) ## start everything, stream from several adapters in one batch, check the result, stop
+	@$(BIN)/python -m demo.run
+
+up: $(STUBS) ## start everything and leave it running
+	@$(BIN)/veneer up
+
+down: $(STUBS) ## stop what `make up` started
+	@$(BIN)/veneer down
+
+test: $(STUBS) ## every suite but the slow tests, with the time that each took
+	@$(BIN)/python tests/run.py
+
+test-long: $(STUBS) ## every suite with the slow tests
+	@$(BIN)/python tests/run.py --long
+
+check: lint type ## lint and types: what must pass before a commit
+
+lint: $(STUBS) ## style, layers and the API's files
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check . || { echo 'run: make format'; exit 1; }
+	@$(BIN)/lint-imports --no-logo --no-color --no-timings > .venv/layers.log || { cat .venv/layers.log; exit 1; }
+	@$(BIN)/buf lint
+	@$(BIN)/buf format --diff --exit-code > .venv/buf.log || { cat .venv/buf.log; echo 'run: make format'; exit 1; }
+	@echo 'lint: ok'
+
+type: $(STUBS) ## mypy --strict
+	@$(BIN)/mypy
+
+format: $(STUBS) ## format the code and the API's files
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format .
+	@$(BIN)/buf format --write
+
+proto: $(INSTALLED) ## generate the API's code
+	@$(BIN)/python proto/generate.py
+	@touch $(STUBS)
+
+bench: $(STUBS) ## measure the engine; writes bench.json
+	@$(BIN)/python -m benchmarks.engine --json $(BENCH_JSON)
+
+$(INSTALLED): pyproject.toml constraints.txt hatch_build.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo 'make: $(PYTHON) must be Python 3.11 or newer; name another one with PYTHON=…'; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo 'installing into .venv (minutes on the first run) …'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling grpcio-tools mypy-protobuf
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[local,oracle,dev]'
+	@touch $@
+
+$(STUBS): $(INSTALLED) $(PROTOS) proto/generate.py
+	@$(BIN)/python proto/generate.py
+	@touch $@
