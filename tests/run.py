@@ -1,7 +1,7 @@
 """Runs the test suites one after the other and prints what each took: `python tests/run.py [--long] [SUITE …]`.
 
-A suite is a choice of folders and markers, with a budget on a machine of two cores. Every suite runs even if one before it failed;
-the exit status is 1 if any failed, ran no test, or took longer than twice its budget.
+A suite is a choice of folders and markers, with a budget on a machine of two cores. Every suite runs even if one before it
+failed; the exit status is 1 if any failed, ran no test, or took longer than twice its budget.
 """
 
 from __future__ import annotations
