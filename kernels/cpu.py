@@ -37,8 +37,8 @@ class CpuLowRank:
     folded into H in float32, then H is rounded once to the model's dtype.
 
     The rank rows of active adapters are gathered from the arena into buffers of their own, so that one product covers all slices
-    and all adapters. Buffers persist: only adapters that became active, or whose slot has another image (`Descriptors.epoch`), are
-    copied, and holes are masked. The buffers take `max_list` rank rows of memory over the whole model, touched as they are used.
+    and all adapters. Buffers persist: only adapters that became active, or whose slot has another image (`Descriptors.epoch`),
+    are copied, and holes are masked. The buffers take `max_list` rank rows over the whole model, touched as they are used.
 
     Owned by the step loop; not thread-safe.
 

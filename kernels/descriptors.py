@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +30,9 @@ class Blocks:
 class Descriptors:
     """`desc[slot, layer, slice] = (A offset, B offset, rank, scale)`, as numpy arrays and as tensors on the device.
 
-    Owned by the arena, which writes a slot when its image becomes visible; everything else reads. On the CPU the tensors share the
-    memory of the arrays; elsewhere they are copies that `set` refreshes. Offsets count ELEMENTS of the arena's dtype and are int64:
-    a pool of a few GiB has more elements than int32 can count.
+    Owned by the arena, which writes a slot when its image becomes visible; everything else reads. On the CPU the tensors share
+    the memory of the arrays; elsewhere they are copies that `set` refreshes. Offsets count ELEMENTS of the arena's dtype and
+    are int64: an arena of a few GiB has more elements than int32 can count.
 
     Attributes:
         a_offset, b_offset, rank, scale: numpy arrays [slots, L, slices], see `Blocks`.
@@ -48,7 +49,7 @@ class Descriptors:
         self.scale = np.zeros(shape, dtype=np.float32)
         self.largest_rank = np.zeros(num_slots, dtype=np.int32)
         self.epoch = np.zeros(num_slots, dtype=np.int64)
-        self._arrays = (self.a_offset, self.b_offset, self.rank, self.scale)
+        self._arrays: tuple[npt.NDArray[Any], ...] = (self.a_offset, self.b_offset, self.rank, self.scale)
         self.tensors = tuple(torch.from_numpy(array).to(device) for array in self._arrays)
         self._shared = torch.device(device).type == "cpu"
 

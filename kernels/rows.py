@@ -1,9 +1,9 @@
 """The step's list of rank rows: which row of the batch meets which rank rows of which adapter.
 
-Every form of the low-rank product walks one flat list a step. An entry names one rank row of one active adapter; row `t` of the
-batch meets entry `j` when both name the same slot, and the entry is live at (layer, slice) when the adapter has that many rank rows
-there. So mixed ranks, missing layers, missing modules and base rows are all the same case, and the number of operations of a step
-does not depend on its mix.
+Every form of the low-rank product walks one flat list a step. An entry names one rank row of one active adapter; row `t` of
+the batch meets entry `j` when both name the same slot, and the entry is live at (layer, slice) when the adapter has that many
+rank rows there. So mixed ranks, missing layers, missing modules and base rows are all the same case, and the number of
+operations of a step does not depend on its mix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOLE = -2
 """Slot of a list entry that pads; differs from BASE so that a base row never meets it."""
 
 ALIGN = 16
-"""Each adapter's entries start on a multiple of this: the K step of bf16 matrix instructions, so that no step mixes two adapters."""
+"""Each adapter's entries start on a multiple of this: the K step of bf16 matrix instructions, so that none mixes two adapters."""
 
 Int32 = npt.NDArray[np.int32]
 

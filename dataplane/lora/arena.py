@@ -1,0 +1,122 @@
+"""The byte arena on the device: images of the resident adapters, and the descriptor table that locates their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dataplane.lora.image import CorruptImageError, Image
+from dataplane.lora.units import Extent
+from kernels.descriptors import Blocks, Descriptors
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Arena:
+    """One 1-D tensor of the model's dtype in units, and `desc[slot, layer, slice]`.
+
+    It holds bytes and decides nothing: `Residency` says which slot and which units an image takes. Nothing is padded to a common
+    rank; an image costs its bytes and the rest of its last unit. Owned by the step loop. `copy` may run in another thread while a
+    step runs, since nothing reads a slot's units before `publish`; `publish` and `clear` run between steps.
+
+    Attributes:
+        tensor: [num_units · unit_bytes / item size], the arena.
+        descriptors: The table.
+        num_units: Units in all.
+
+    Args:
+        num_bytes: Size; whole units of it are used.
+        unit_bytes: Bytes of a unit, a multiple of 128.
+        max_slots: Slots of the table.
+        num_layers: Layers of the model.
+        features: (in, out) of each slice of the model, in the order of the slices.
+        dtype: `bfloat16`, `float16` or `float32`.
+        device: Where the arena lies.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        *,
+        unit_bytes: int,
+        max_slots: int,
+        num_layers: int,
+        features: Sequence[tuple[int, int]],
+        dtype: str,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        assert unit_bytes % 128 == 0, "units keep the alignment of blocks"
+        self.num_units = num_bytes // unit_bytes
+        self.descriptors = Descriptors(max_slots, num_layers, len(features), device=device)
+        self._unit_bytes = unit_bytes
+        self._features = tuple(features)
+        self._dtype = dtype
+        self._bytes = torch.zeros(self.num_units * unit_bytes, dtype=torch.uint8, device=device)
+        self.tensor = self._bytes.view(_DTYPES[dtype])
+
+    def write(self, slot: int, image: Image, extents: Sequence[Extent]) -> None:
+        """Copies an image and makes it visible: `copy`, then `publish`.
+
+        Raises:
+            CorruptImageError: See `check`.
+        """
+        self.copy(image, extents)
+        self.publish(slot, image, extents)
+
+    def check(self, image: Image) -> None:
+        """Checks that an image was made for this model, since a wider block would be read past its end.
+
+        Raises:
+            CorruptImageError: Another dtype, number of layers or slices, or another shape of a slice.
+        """
+        _, num_layers, num_slices = self.descriptors.rank.shape
+        made_for = (image.dtype, image.num_layers, image.num_slices)
+        if made_for != (self._dtype, num_layers, num_slices):
+            raise CorruptImageError(f"the image is made for {made_for}, the model is {(self._dtype, num_layers, num_slices)}")
+        for block in image.blocks:
+            if (block.in_features, block.out_features) != self._features[block.slice]:
+                raise CorruptImageError(
+                    f"the image's block of layer {block.layer}, slice {block.slice} is {block.in_features} in, "
+                    f"{block.out_features} out, the model {self._features[block.slice]}"
+                )
+
+    def copy(self, image: Image, extents: Sequence[Extent]) -> None:
+        """Copies an image's bytes, one copy an extent.
+
+        Raises:
+            CorruptImageError: See `check`.
+        """
+        self.check(image)
+        for extent in extents:
+            blocks = image.blocks[extent.first_block : extent.first_block + extent.num_blocks]
+            first = blocks[0].a_offset
+            size = blocks[-1].a_offset + blocks[-1].size_bytes - first
+            assert size <= extent.num_units * self._unit_bytes, "the blocks fit the extent"
+            start = extent.first_unit * self._unit_bytes
+            if self._bytes.device.type == "cpu":  # numpy takes read-only memory without a warning or a copy
+                self._bytes.numpy()[start : start + size] = image.payload[first : first + size]
+            else:
+                self._bytes[start : start + size].copy_(torch.from_numpy(image.payload[first : first + size].copy()))
+
+    def publish(self, slot: int, image: Image, extents: Sequence[Extent]) -> None:
+        """Points a slot at an image that was copied to `extents`; nothing of the slot's last adapter is left."""
+        item = self.tensor.element_size()
+        _, *shape = self.descriptors.rank.shape
+        a_offset, b_offset = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        rank, scale = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        for extent in extents:
+            blocks = image.blocks[extent.first_block : extent.first_block + extent.num_blocks]
+            moved = extent.first_unit * self._unit_bytes - blocks[0].a_offset
+            for block in blocks:
+                place = (block.layer, block.slice)
+                a_offset[place] = (block.a_offset + moved) // item
+                b_offset[place] = (block.b_offset + moved) // item
+                rank[place] = block.rank
+                scale[place] = block.scale
+        self.descriptors.set(slot, Blocks(a_offset, b_offset, rank, scale))
+
+    def clear(self, slot: int) -> None:
+        """Empties a slot: whoever still names it gets the base model's output."""
+        self.descriptors.clear(slot)

@@ -1,0 +1,324 @@
+"""An adapter's image: the immutable bytes of one version as the arena holds them.
+
+File: `VNRIMG01`, uint32 length of the header, SHA-256 of the header, the header (JSON), zeros up to a multiple of 4096, the
+payload. Payload: one block for each (layer, slice) that the adapter has, in that order, each on a multiple of 128 bytes: A as
+[rank, K], then, again on a multiple of 128, B transposed to [rank, N]. Only the rank rows that exist take room. An image lies in
+host memory as a mapped file and is copied to the device as it is, or read in place; it is never written again, and scales stay
+beside the rows, so that loading it twice gives the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from veneer.errors import DataLossError, InvalidArgumentError, Violation
+
+ALIGN_BYTES = 128
+_MAGIC = b"VNRIMG01"
+_PREFIX = struct.Struct("<8sI32s")
+_PAGE = 4096
+_MAX_HEADER_BYTES = 64 * 1024 * 1024
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class ImageError(InvalidArgumentError):
+    """An adapter cannot become an image: its values do not fit the model's dtype, or its pairs do not add up."""
+
+
+class CorruptImageError(DataLossError):
+    """An image file is not what it should be: cut, changed, or of another version, base or dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePair:
+    """One low-rank pair to put into an image.
+
+    Attributes:
+        layer: Layer of the model.
+        slice: Slice index of the projection.
+        scaling: Factor of B A x: alpha / r, or alpha / sqrt(r).
+        a: float32 [r, K].
+        b: float32 [N, r].
+    """
+
+    layer: int
+    slice: int
+    scaling: float
+    a: npt.NDArray[np.float32]
+    b: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Where one (layer, slice) lies in the payload; offsets and sizes in bytes."""
+
+    layer: int
+    slice: int
+    rank: int
+    scale: float
+    in_features: int
+    out_features: int
+    a_offset: int
+    b_offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An opened image.
+
+    Attributes:
+        version: Digest of the adapter version.
+        base_digest: Digest of the base model that it was made for.
+        dtype: `bfloat16`, `float16` or `float32`.
+        num_layers: Layers of the model.
+        num_slices: Slices of the model.
+        blocks: Where each (layer, slice) lies, in the order of the payload, without gaps.
+        payload: uint8, read-only, mapped from the file or in memory.
+    """
+
+    version: str
+    base_digest: str
+    dtype: str
+    num_layers: int
+    num_slices: int
+    blocks: tuple[Block, ...]
+    payload: npt.NDArray[np.uint8]
+
+    @property
+    def rank(self) -> int:
+        """Largest rank over layers and slices: the list entries that the adapter takes, before padding."""
+        return max((block.rank for block in self.blocks), default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the payload."""
+        return int(self.payload.size)
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Sizes of the blocks, for `Residency.stage`."""
+        return tuple(block.size_bytes for block in self.blocks)
+
+
+def build_image(
+    pairs: Iterable[ImagePair],
+    *,
+    version: str,
+    base_digest: str,
+    dtype: str,
+    num_layers: int,
+    num_slices: int,
+) -> Image:
+    """Casts pairs to the model's dtype and lays them out.
+
+    Args:
+        pairs: The adapter's pairs in any order, each (layer, slice) once.
+        version: Digest of the adapter version.
+        base_digest: Digest of the base model.
+        dtype: `bfloat16` (rounded to nearest, ties to even), `float16` or `float32`.
+        num_layers: Layers of the model.
+        num_slices: Slices of the model.
+
+    Returns:
+        The image, in memory; see `write_image`.
+
+    Raises:
+        ImageError: A value is not finite after the cast, or a pair is wrong, doubled or outside the model; lists every fault.
+    """
+    if dtype not in _ITEM_BYTES:
+        raise ImageError.of([Violation("dtype", f"{dtype!r} is none of {', '.join(_ITEM_BYTES)}")])
+    violations: list[Violation] = []
+    rows: dict[tuple[int, int], tuple[ImagePair, bytes, bytes]] = {}
+    for pair in pairs:
+        faults = _faults(pair, num_layers, num_slices)
+        if (pair.layer, pair.slice) in rows:
+            faults.append(Violation(_name(pair), "is given twice"))
+        if faults:
+            violations += faults
+            continue
+        a, b = _cast(pair.a, dtype), _cast(pair.b.T, dtype)
+        for name, matrix in (("A", a), ("B", b)):
+            if not _is_finite(matrix, dtype):
+                violations.append(Violation(f"{_name(pair)}: {name}", f"has values that are not finite in {dtype}"))
+        rows[pair.layer, pair.slice] = (pair, a.tobytes(), b.tobytes())
+    if not rows and not violations:
+        violations.append(Violation("adapter", "has no pair"))
+    if violations:
+        raise ImageError.of(violations)
+    blocks: list[Block] = []
+    chunks: list[bytes] = []
+    start = 0
+    for _, (pair, a_bytes, b_bytes) in sorted(rows.items(), key=lambda item: item[0]):
+        a_size, b_size = _aligned(len(a_bytes)), _aligned(len(b_bytes))
+        chunks += [a_bytes.ljust(a_size, b"\0"), b_bytes.ljust(b_size, b"\0")]
+        rank, in_features = pair.a.shape
+        scale = float(np.float32(pair.scaling))
+        place = (start, start + a_size, a_size + b_size)
+        blocks.append(Block(pair.layer, pair.slice, rank, scale, in_features, pair.b.shape[0], *place))
+        start += a_size + b_size
+    payload = np.frombuffer(b"".join(chunks), dtype=np.uint8)
+    return Image(version, base_digest, dtype, num_layers, num_slices, tuple(blocks), payload)
+
+
+def write_image(path: Path, image: Image) -> int:
+    """Writes an image file atomically: whole under a name of its own, synced, then renamed. Returns its size in bytes.
+
+    Two writers of one path cannot mix their bytes, and a reader sees the old file, the new one or none.
+    """
+    header = json.dumps(
+        {
+            "version": image.version,
+            "base_digest": image.base_digest,
+            "dtype": image.dtype,
+            "num_layers": image.num_layers,
+            "num_slices": image.num_slices,
+            "payload_bytes": image.num_bytes,
+            "payload_sha256": hashlib.sha256(image.payload.data).hexdigest(),
+            "blocks": [list(asdict(block).values()) for block in image.blocks],
+        },
+        separators=(",", ":"),
+    ).encode()
+    prefix = _PREFIX.pack(_MAGIC, len(header), hashlib.sha256(header).digest()) + header
+    prefix = prefix.ljust(-(-len(prefix) // _PAGE) * _PAGE, b"\0")
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(prefix)
+            file.write(image.payload.data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).rename(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+    return len(prefix) + image.num_bytes
+
+
+def open_image(path: Path, *, version: str | None = None, base_digest: str | None = None, dtype: str | None = None) -> Image:
+    """Maps an image file and checks all of it: header, layout, checksum, and what the caller expects.
+
+    Args:
+        path: The file.
+        version: Digest that the image must carry; None for any.
+        base_digest: Base that it must carry; None for any.
+        dtype: Dtype that it must carry; None for any.
+
+    Returns:
+        The image; its payload is mapped read-only and stays valid when the file is unlinked.
+
+    Raises:
+        CorruptImageError: The file is cut, changed, or another one than expected.
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < _PREFIX.size:
+            raise CorruptImageError(f"image of {size} bytes is shorter than its prefix")
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    magic, length, digest = _PREFIX.unpack(mapped[: _PREFIX.size])
+    if magic != _MAGIC:
+        raise CorruptImageError("not an image file of this format")
+    header = bytes(mapped[_PREFIX.size : _PREFIX.size + min(length, _MAX_HEADER_BYTES)])
+    if len(header) != length or hashlib.sha256(header).digest() != digest:
+        raise CorruptImageError("the image's header is cut or changed")
+    payload = np.frombuffer(mapped, dtype=np.uint8)[-(-(_PREFIX.size + length) // _PAGE) * _PAGE :]
+    image = _read_header(header, payload)
+    for field, expected in (("version", version), ("base_digest", base_digest), ("dtype", dtype)):
+        if expected is not None and getattr(image, field) != expected:
+            raise CorruptImageError(f"the image's {field} is {getattr(image, field)!r}, expected {expected!r}")
+    return image
+
+
+def _read_header(header: bytes, payload: npt.NDArray[np.uint8]) -> Image:
+    try:
+        fields: dict[str, Any] = json.loads(header)
+        blocks = tuple(Block(*block) for block in fields["blocks"])
+        image = Image(
+            version=fields["version"],
+            base_digest=fields["base_digest"],
+            dtype=fields["dtype"],
+            num_layers=fields["num_layers"],
+            num_slices=fields["num_slices"],
+            blocks=blocks,
+            payload=payload,
+        )
+        payload_bytes, payload_sha256 = fields["payload_bytes"], fields["payload_sha256"]
+        item = _ITEM_BYTES[image.dtype]
+        end, before = 0, (-1, -1)
+        for block in blocks:
+            a_size = _aligned(block.rank * block.in_features * item)
+            b_size = _aligned(block.rank * block.out_features * item)
+            in_order = before < (block.layer, block.slice)
+            inside = 0 <= block.layer < image.num_layers and 0 <= block.slice < image.num_slices
+            positive = min(block.rank, block.in_features, block.out_features) > 0 and math.isfinite(block.scale)
+            placed = (block.a_offset, block.b_offset, block.size_bytes) == (end, end + a_size, a_size + b_size)
+            if not (in_order and inside and positive and placed):
+                raise CorruptImageError(f"the image's block of layer {block.layer}, slice {block.slice} is misplaced")
+            end, before = end + block.size_bytes, (block.layer, block.slice)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptImageError("the image's header has no valid fields") from error
+    if not end == payload_bytes == payload.size:
+        raise CorruptImageError(f"the image's payload has {payload.size} bytes, its blocks {end}")
+    if hashlib.sha256(payload.data).hexdigest() != payload_sha256:
+        raise CorruptImageError("the image's payload is changed")
+    return image
+
+
+def _faults(pair: ImagePair, num_layers: int, num_slices: int) -> list[Violation]:
+    faults = []
+    if not (0 <= pair.layer < num_layers and 0 <= pair.slice < num_slices):
+        faults.append(Violation(_name(pair), f"lies outside {num_layers} layers of {num_slices} slices"))
+    if pair.a.ndim != 2 or pair.b.ndim != 2 or pair.a.shape[0] != pair.b.shape[1] or 0 in (*pair.a.shape, *pair.b.shape):
+        faults.append(Violation(_name(pair), f"A {pair.a.shape} and B {pair.b.shape} are no [r, in] and [out, r]"))
+    if not math.isfinite(pair.scaling) or abs(pair.scaling) > float(np.finfo(np.float32).max):
+        faults.append(Violation(f"{_name(pair)}: scaling", "is not finite in float32"))
+    return faults
+
+
+def _cast(matrix: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
+    """Returns the matrix in the dtype, row-major; bfloat16 as the uint16 of its bits."""
+    matrix = np.ascontiguousarray(matrix, dtype=np.float32)
+    if dtype == "bfloat16":
+        bits = matrix.view(np.uint32)
+        half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # ties go to the even neighbour
+        rounded = np.where(np.isfinite(matrix), bits + half, bits | np.uint32(0x10000))  # a NaN must not round to infinity
+        return (rounded >> np.uint32(16)).astype(np.uint16)
+    with np.errstate(over="ignore"):
+        return matrix.astype(np.dtype(dtype))
+
+
+def _is_finite(matrix: npt.NDArray[Any], dtype: str) -> bool:
+    if dtype == "bfloat16":
+        return bool(((matrix & np.uint16(0x7F80)) != np.uint16(0x7F80)).all())
+    return bool(np.isfinite(matrix).all())
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _name(pair: ImagePair) -> str:
+    return f"layer {pair.layer}, slice {pair.slice}"
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
