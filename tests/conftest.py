@@ -8,6 +8,8 @@ from collections.abc import Generator
 import hypothesis
 import pytest
 
+pytest_plugins = ["tests.fixtures.adapters", "tests.fixtures.services"]
+
 _MAY_SKIP = ("gpu", "docker")
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=60, derandomize=True)

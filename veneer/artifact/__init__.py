@@ -1,0 +1,32 @@
+"""Adapter files: one parser for publish, load and the offline check, so that what is accepted can be loaded.
+
+`check` reads `adapter_config.json` and `adapter_model.safetensors` in PEFT's format against the description of a base model.
+Either it raises one `ArtifactError` that lists every fault, or it gives an `Artifact` that knows where each A and B lies and
+how it is scaled. `describe_base` makes the description from a model folder. Needs numpy and the standard library only; nothing
+is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from veneer.artifact.artifact import Artifact, Report, check
+from veneer.artifact.base_model import describe_base
+from veneer.artifact.description import BaseDescription, TargetModule
+from veneer.artifact.digest import version_digest
+from veneer.artifact.faults import ArtifactError
+from veneer.artifact.header import TensorRef
+from veneer.artifact.limits import Limits
+from veneer.artifact.pairs import Pair
+
+__all__ = [
+    "Artifact",
+    "ArtifactError",
+    "BaseDescription",
+    "Limits",
+    "Pair",
+    "Report",
+    "TargetModule",
+    "TensorRef",
+    "check",
+    "describe_base",
+    "version_digest",
+]

@@ -1,0 +1,193 @@
+"""The check of an adapter as a whole, and the checked adapter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from veneer.artifact.config import WHERE, Config, read_config
+from veneer.artifact.description import BaseDescription
+from veneer.artifact.faults import Faults, quote
+from veneer.artifact.header import FLOAT_DTYPES, HeaderLimits, TensorRef, read_header
+from veneer.artifact.limits import Limits
+from veneer.artifact.pairs import WEIGHTS, Pair, pair_up
+from veneer.artifact.source import Source, opened
+from veneer.artifact.values import Statistics, measure, read_matrix
+from veneer.errors import DataLossError
+
+_DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the check found; mirrors the message ArtifactReport.
+
+    Attributes:
+        num_pairs: A/B pairs in the file; all of them are applied.
+        min_rank: Smallest rank.
+        max_rank: Largest rank; the rank rows that the adapter takes in a step.
+        total_rank_rows: Sum of all ranks.
+        dtype: Element type in the file; the commonest one when there are several.
+        modules: Names of the adapted modules, in slice order.
+        num_layers: Layers in which at least one module is adapted.
+        min_scaling: Smallest scaling factor.
+        max_scaling: Largest scaling factor.
+        max_abs: Largest magnitude of any element.
+        warnings: Things worth a look that do not stop the version.
+    """
+
+    num_pairs: int
+    min_rank: int
+    max_rank: int
+    total_rank_rows: int
+    dtype: str
+    modules: tuple[str, ...]
+    num_layers: int
+    min_scaling: float
+    max_scaling: float
+    max_abs: float
+    warnings: tuple[str, ...]
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Report:
+        """Reads what `dataclasses.asdict` gave after a way through JSON."""
+        return cls(**{**fields, "modules": tuple(fields["modules"]), "warnings": tuple(fields["warnings"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """An adapter that passed the check. Holds places in the file, no weights.
+
+    Attributes:
+        pairs: Every pair of the file, by layer, then slice.
+        dtype: Element type in the file.
+        report: What the check found.
+        base_name: Name of the base in the configuration, empty when not given.
+        weights_bytes: Size of the weights file that the places refer to.
+    """
+
+    pairs: tuple[Pair, ...]
+    dtype: str
+    report: Report
+    base_name: str
+    weights_bytes: int
+
+    def read(self, weights: BinaryIO | Path) -> Iterator[tuple[Pair, npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+        """Reads the weights, pair by pair.
+
+        Args:
+            weights: The very file that was checked; the caller has compared its digest.
+
+        Yields:
+            Each pair of `pairs` once and in order, with A `[rank, in]` and B `[out, rank]` widened exactly to float32.
+
+        Raises:
+            DataLossError: The file has another size, or ends too early.
+        """
+        with opened(weights) as source:
+            if source.size_bytes != self.weights_bytes:
+                raise DataLossError(
+                    f"{WEIGHTS} has {source.size_bytes} bytes; the file that was checked had {self.weights_bytes}"
+                )
+            for pair in self.pairs:
+                yield pair, read_matrix(source, pair.a), read_matrix(source, pair.b)
+
+
+def check(config: bytes, weights: BinaryIO | Path, base: BaseDescription, limits: Limits = _DEFAULT_LIMITS) -> Artifact:
+    """Checks an adapter against a base. What is accepted can be loaded, and every pair in the file is applied.
+
+    Args:
+        config: Bytes of `adapter_config.json`.
+        weights: `adapter_model.safetensors`, open for reading or by path; each tensor is read once, in parts.
+        base: The base that it was fine-tuned from.
+        limits: What is allowed.
+
+    Raises:
+        ArtifactError: Something is wrong; every fault is listed.
+    """
+    faults = Faults(limits.max_faults)
+    settings = read_config(config, limits=limits, faults=faults)
+    with opened(weights) as source:
+        tensors = _read_tensors(source, limits=limits, faults=faults)
+        if settings is None:
+            faults.raise_if_any()
+            raise AssertionError("a configuration that cannot be read is a fault")
+        pairs = pair_up(tensors, settings, base, limits=limits, faults=faults)
+        statistics = _measure(source, tensors, limits=limits, faults=faults)
+        faults.raise_if_any()
+        size_bytes = source.size_bytes
+    _warn(settings, base, pairs, statistics)
+    report = _report(pairs, base, statistics, warnings=settings.warnings)
+    return Artifact(pairs=pairs, dtype=report.dtype, report=report, base_name=settings.base_name, weights_bytes=size_bytes)
+
+
+def _read_tensors(source: Source, *, limits: Limits, faults: Faults) -> list[TensorRef]:
+    if source.size_bytes > limits.max_weights_bytes:
+        faults.add(WEIGHTS, f"has {source.size_bytes} bytes; at most {limits.max_weights_bytes} are allowed")
+        return []
+    header_limits = HeaderLimits(
+        max_header_bytes=limits.max_header_bytes,
+        max_tensors=limits.max_tensors,
+        max_name_chars=limits.max_name_chars,
+        max_dimension=limits.max_dimension,
+        dtypes=FLOAT_DTYPES,
+    )
+    return read_header(source, WEIGHTS, limits=header_limits, faults=faults)
+
+
+def _measure(source: Source, tensors: Sequence[TensorRef], *, limits: Limits, faults: Faults) -> dict[str, Statistics]:
+    """Looks at the numbers of all tensors that lie inside the file, however wrong the rest of it may be."""
+    statistics = {}
+    budget = source.size_bytes  # overlapping tensors must not make the work larger than the file
+    for tensor in tensors:
+        budget -= tensor.size_bytes
+        if budget < 0 or tensor.offset + tensor.size_bytes > source.size_bytes:
+            continue
+        found = statistics[tensor.name] = measure(source, tensor)
+        field = f"{WEIGHTS}: {quote(tensor.name)}"
+        if found.num_not_finite:
+            faults.add(field, f"has {found.num_not_finite} elements that are NaN or infinite")
+        if found.num_overflowing:
+            faults.add(field, f"has {found.num_overflowing} elements that become infinite in bfloat16")
+        if found.max_abs > limits.max_abs:
+            faults.add(field, f"has an element of magnitude {found.max_abs:g}; at most {limits.max_abs:g} is allowed")
+    return statistics
+
+
+def _warn(config: Config, base: BaseDescription, pairs: Sequence[Pair], statistics: Mapping[str, Statistics]) -> None:
+    names = (base.name, *base.known_names)
+    if config.base_name and config.base_name not in names:
+        config.warnings.append(f"{WHERE} names the base {quote(config.base_name)}; it is served on {quote(base.name)}")
+    for part, refs in (("A", [pair.a for pair in pairs]), ("B", [pair.b for pair in pairs])):
+        if all(statistics[ref.name].max_abs == 0.0 for ref in refs):
+            config.warnings.append(f"every {part} is zero: the adapter has no effect")
+    if any(pair.scaling < 0 for pair in pairs):
+        config.warnings.append("alpha is negative: the adapter works against what it was trained for")
+    dtypes = sorted({ref.dtype for pair in pairs for ref in (pair.a, pair.b)})
+    if len(dtypes) > 1:
+        config.warnings.append(f"tensors have several element types: {', '.join(dtypes)}")
+
+
+def _report(
+    pairs: Sequence[Pair], base: BaseDescription, statistics: Mapping[str, Statistics], *, warnings: Sequence[str]
+) -> Report:
+    dtypes = Counter(ref.dtype for pair in pairs for ref in (pair.a, pair.b))
+    return Report(
+        num_pairs=len(pairs),
+        min_rank=min(pair.rank for pair in pairs),
+        max_rank=max(pair.rank for pair in pairs),
+        total_rank_rows=sum(pair.rank for pair in pairs),
+        dtype=dtypes.most_common(1)[0][0],
+        modules=tuple(base.modules[index].name for index in sorted({pair.slice for pair in pairs})),
+        num_layers=len({pair.layer for pair in pairs}),
+        min_scaling=min(pair.scaling for pair in pairs),
+        max_scaling=max(pair.scaling for pair in pairs),
+        max_abs=max(found.max_abs for found in statistics.values()),
+        warnings=tuple(warnings),
+    )

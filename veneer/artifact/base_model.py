@@ -1,0 +1,232 @@
+"""Describes a base model from its Hugging Face folder: family, shapes, and a digest over everything that shapes its output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from veneer.artifact.description import MODULE_SITES, BaseDescription, TargetModule
+from veneer.artifact.digest import Manifest
+from veneer.artifact.faults import Faults, quote
+from veneer.artifact.header import DTYPE_BYTES, FLOAT_DTYPES, HeaderLimits, TensorRef, read_header
+from veneer.artifact.source import opened
+from veneer.artifact.strict_json import parse_object
+
+FAMILIES = {"LlamaForCausalLM": "llama"}
+"""Model families that the data plane runs, by architecture name."""
+
+_HEADER_LIMITS = HeaderLimits(
+    max_header_bytes=64 << 20, max_tensors=1 << 16, max_name_chars=256, max_dimension=1 << 31, dtypes=frozenset(DTYPE_BYTES)
+)
+_CHUNK_BYTES = 8 << 20
+_MAX_JSON_BYTES = 64 << 20
+# Written by tools, without effect on the model.
+_VOLATILE_FIELDS = ("_name_or_path", "transformers_version")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    path: Path
+    tensors: tuple[TensorRef, ...]
+
+
+def describe_base(folder: Path, *, name: str | None = None, known_names: Sequence[str] = ()) -> BaseDescription:
+    """Reads a model folder. Streams all weights once to hash them.
+
+    Args:
+        folder: Holds config.json, tokenizer.json and one or more safetensors files.
+        name: Human name; by default the config's `_name_or_path`, else the folder's name.
+        known_names: Further names under which adapter files may refer to this base.
+
+    Raises:
+        ArtifactError: The folder is no model of a supported family; every fault is listed.
+    """
+    faults = Faults(64)
+    config = _read_json(folder / "config.json", faults=faults)
+    tokenizer = _read_bytes(folder / "tokenizer.json", faults=faults)
+    template = _read_template(folder, faults=faults)
+    shards = _read_shards(folder, faults=faults)
+    shapes = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
+    faults.raise_if_any()
+    family = _read_family(config, faults=faults)
+    faults.raise_if_any()
+    modules = _read_modules(config, faults=faults)
+    num_layers = _whole(config, "num_hidden_layers", faults=faults, largest=1024)
+    vocab_size = _whole(config, "vocab_size", faults=faults, largest=1 << 30)
+    max_context = _whole(config, "max_position_embeddings", faults=faults, largest=1 << 30)
+    faults.raise_if_any()
+    _check_tensors(shapes, modules, num_layers, vocab_size, int(config["hidden_size"]), faults=faults)
+    faults.raise_if_any()
+    written_name = str(config.get("_name_or_path") or "")
+    chosen = name or written_name or folder.resolve().name
+    others = [other for other in (*known_names, written_name, folder.resolve().name) if other and other != chosen]
+    return BaseDescription(
+        digest=_digest(config, shards, tokenizer, template),
+        name=chosen[:200],
+        family=family,
+        num_layers=num_layers,
+        modules=modules,
+        vocab_size=vocab_size,
+        max_context=max_context,
+        known_names=tuple(dict.fromkeys(other[:200] for other in others)),
+    )
+
+
+def _read_bytes(path: Path, *, faults: Faults) -> bytes:
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes > _MAX_JSON_BYTES:
+            faults.add(path.name, f"has {size_bytes} bytes; at most {_MAX_JSON_BYTES} are allowed")
+            return b""
+        return path.read_bytes()
+    except FileNotFoundError:
+        faults.add(path.name, "is missing from the model folder")
+        return b""
+
+
+def _read_json(path: Path, *, faults: Faults) -> dict[str, Any]:
+    known = len(faults)
+    data = _read_bytes(path, faults=faults)
+    if len(faults) > known:
+        return {}
+    return parse_object(data, path.name, max_depth=16, faults=faults) or {}
+
+
+def _read_template(folder: Path, *, faults: Faults) -> bytes:
+    """Gives the chat template's bytes, empty when the model has none."""
+    if (folder / "chat_template.jinja").exists():
+        return _read_bytes(folder / "chat_template.jinja", faults=faults)
+    if not (folder / "tokenizer_config.json").exists():
+        return b""
+    template = _read_json(folder / "tokenizer_config.json", faults=faults).get("chat_template")
+    if template is None:
+        return b""
+    return template.encode() if isinstance(template, str) else _canonical(template)
+
+
+def _read_shards(folder: Path, *, faults: Faults) -> list[_Shard]:
+    index = folder / "model.safetensors.index.json"
+    weight_map: dict[str, str] | None = None
+    if index.exists():
+        written = _read_json(index, faults=faults).get("weight_map")
+        if not isinstance(written, dict) or not all(_is_file_name(file) for file in written.values()):
+            faults.add(index.name, "weight_map must map each tensor to a file name in the folder")
+            return []
+        weight_map = written
+        paths = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        paths = [folder / "model.safetensors"]
+    shards: list[_Shard] = []
+    seen: set[str] = set()
+    for path in paths:
+        if not path.is_file():
+            faults.add(path.name, "is missing from the model folder; weights are read from safetensors files only")
+            continue
+        with opened(path) as source:
+            tensors = tuple(read_header(source, path.name, limits=_HEADER_LIMITS, faults=faults))
+        for tensor in tensors:
+            if tensor.name in seen:
+                faults.add(path.name, f"tensor {quote(tensor.name)} is in another file too")
+            if weight_map is not None and weight_map.get(tensor.name) != path.name:
+                faults.add(path.name, f"tensor {quote(tensor.name)} is not listed in {index.name} for this file")
+            seen.add(tensor.name)
+        shards.append(_Shard(path=path, tensors=tensors))
+    for missing in sorted(set(weight_map or {}) - seen):
+        faults.add(index.name, f"tensor {quote(missing)} is in no file")
+    return shards
+
+
+def _is_file_name(value: Any) -> bool:
+    return (
+        isinstance(value, str) and value.endswith(".safetensors") and "/" not in value and "\\" not in value and "\0" not in value
+    )
+
+
+def _read_family(config: dict[str, Any], *, faults: Faults) -> str:
+    names = config.get("architectures") or []
+    families = (
+        {FAMILIES[name] for name in names if isinstance(name, str) and name in FAMILIES} if isinstance(names, list) else set()
+    )
+    if len(families) != 1 or len(names) != 1:
+        supported = ", ".join(FAMILIES)
+        faults.add(
+            "config.json: architectures",
+            f"{quote(names)} (model_type {quote(config.get('model_type'))}) is not supported; {supported} is",
+        )
+        return ""
+    if config.get("quantization_config"):
+        faults.add("config.json: quantization_config", "quantised bases are not supported; convert the weights to bf16")
+    return families.pop()
+
+
+def _read_modules(config: dict[str, Any], *, faults: Faults) -> tuple[TargetModule, ...]:
+    hidden = _whole(config, "hidden_size", faults=faults)
+    heads = _whole(config, "num_attention_heads", faults=faults)
+    inner = _whole(config, "intermediate_size", faults=faults)
+    kv_heads = heads if config.get("num_key_value_heads") is None else _whole(config, "num_key_value_heads", faults=faults)
+    head_dim = hidden // heads if config.get("head_dim") is None else _whole(config, "head_dim", faults=faults)
+    features = {
+        "self_attn.q_proj": (hidden, heads * head_dim),
+        "self_attn.k_proj": (hidden, kv_heads * head_dim),
+        "self_attn.v_proj": (hidden, kv_heads * head_dim),
+        "self_attn.o_proj": (heads * head_dim, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    return tuple(TargetModule("model.layers.{layer}." + path, site, *features[path]) for path, site in MODULE_SITES.items())
+
+
+def _whole(config: dict[str, Any], key: str, *, faults: Faults, largest: int = 1 << 20) -> int:
+    value = config.get(key)
+    if type(value) is not int or not 0 < value <= largest:
+        faults.add(f"config.json: {key}", f"must be a whole number from 1 to {largest}, not {quote(value)}")
+        return 1
+    return value
+
+
+def _check_tensors(
+    tensors: dict[str, TensorRef],
+    modules: Iterable[TargetModule],
+    num_layers: int,
+    vocab_size: int,
+    hidden: int,
+    *,
+    faults: Faults,
+) -> None:
+    expected = {"model.embed_tokens.weight": (vocab_size, hidden), "model.norm.weight": (hidden,)}
+    for module in modules:
+        for layer in range(num_layers):
+            expected[module.path.format(layer=layer) + ".weight"] = (module.out_features, module.in_features)
+    for name, shape in expected.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            faults.add(f"tensor {name}", "is missing")
+        elif tensor.shape != shape:
+            faults.add(f"tensor {name}", f"has shape {list(tensor.shape)}; config.json gives {list(shape)}")
+        elif tensor.dtype not in FLOAT_DTYPES:
+            faults.add(f"tensor {name}", f"has element type {tensor.dtype}; {', '.join(sorted(FLOAT_DTYPES))} are supported")
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def _digest(config: dict[str, Any], shards: Sequence[_Shard], tokenizer: bytes, template: bytes) -> str:
+    """Hashes the parts in a fixed order; how tensors are spread over files does not matter."""
+    manifest = Manifest("veneer.base.v1")
+    manifest.add("config", _canonical({key: value for key, value in config.items() if key not in _VOLATILE_FIELDS}))
+    for tensor, path in sorted(
+        ((tensor, shard.path) for shard in shards for tensor in shard.tensors), key=lambda item: item[0].name
+    ):
+        manifest.add("tensor", _canonical([tensor.name, tensor.dtype, list(tensor.shape)]))
+        manifest.begin("bytes", tensor.size_bytes)
+        with opened(path) as source:
+            for offset in range(tensor.offset, tensor.offset + tensor.size_bytes, _CHUNK_BYTES):
+                manifest.feed(source.read(offset, min(_CHUNK_BYTES, tensor.offset + tensor.size_bytes - offset)))
+    manifest.add("tokenizer", tokenizer)
+    manifest.add("template", template)
+    return manifest.hexdigest()

@@ -1,0 +1,254 @@
+"""`adapter_config.json`: which fields are read, which have no effect on serving, and which are refused unless they are off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from veneer.artifact.faults import Faults, quote
+from veneer.artifact.limits import Limits
+from veneer.artifact.patterns import Pattern, PatternError
+from veneer.artifact.strict_json import parse_object
+
+WHERE = "adapter_config.json"
+
+
+class Use(Enum):
+    """What the check does with a field."""
+
+    READ = "read"
+    IGNORED = "without effect on serving"
+    MUST_BE_OFF = "not supported"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of PEFT's LoRA configuration.
+
+    Attributes:
+        use: What the check does with it.
+        off: Values with which a field that is not supported does nothing.
+        hint: What the sender can do.
+    """
+
+    use: Use
+    off: tuple[Any, ...] = ()
+    hint: str = ""
+
+
+def _off(hint: str, *values: Any) -> Field:
+    return Field(Use.MUST_BE_OFF, (None, False, [], {}, "", *values), hint)
+
+
+_READ = Field(Use.READ)
+_IGNORED = Field(Use.IGNORED)
+_RETRAIN = "train with plain LoRA"
+_CONVERT = "its training changed the base weights; save with path_initial_model_for_weight_conversion to get a plain LoRA"
+
+SUPPORTED: Mapping[str, Field] = {
+    "peft_type": _READ,
+    "r": _READ,
+    "lora_alpha": _READ,
+    "use_rslora": _READ,
+    "rank_pattern": _READ,
+    "alpha_pattern": _READ,
+    "target_modules": _READ,
+    "init_lora_weights": _READ,
+    "base_model_name_or_path": _READ,
+    "bias": _off("set bias to none", "none"),
+    "task_type": Field(Use.MUST_BE_OFF, (None, "CAUSAL_LM"), "only adapters of causal language models are served"),
+    "use_dora": _off(f"DoRA: {_RETRAIN}"),
+    "lora_bias": _off("bias inside LoRA layers: train without it"),
+    "modules_to_save": _off("full copies of modules: train LoRA on the linear projections only"),
+    "trainable_token_indices": _off("trained token rows: train without added tokens"),
+    "fan_in_fan_out": _off("weights are stored (out, in) in this family"),
+    "layer_replication": _off("replicated layers change the base"),
+    "alora_invocation_tokens": _off(f"activated LoRA: {_RETRAIN}"),
+    "target_parameters": _off("only linear modules may be targeted"),
+    "use_qalora": _off(f"QALoRA: {_RETRAIN}"),
+    "use_bdlora": _off(f"BD-LoRA: {_RETRAIN}"),
+    "velora_config": _off(f"VeLoRA: {_RETRAIN}"),
+    "monteclora_config": _off(f"MonteCLoRA: {_RETRAIN}"),
+    "arrow_config": _off(f"Arrow routing: {_RETRAIN}"),
+    "kasa_config": _off(f"KaSA: {_RETRAIN}"),
+    "corda_config": _off(f"CorDA: {_CONVERT}"),
+    "lora_ga_config": _off(f"LoRA-GA: {_CONVERT}"),
+    "loftq_config": _off("LoftQ: its training changed the base weights"),
+    "megatron_config": _off("Megatron layers are another model family"),
+    "auto_mapping": _IGNORED,
+    "peft_version": _IGNORED,
+    "revision": _IGNORED,
+    "inference_mode": _IGNORED,
+    "lora_dropout": _IGNORED,
+    "exclude_modules": _IGNORED,
+    "layers_to_transform": _IGNORED,
+    "layers_pattern": _IGNORED,
+    "megatron_core": _IGNORED,
+    "eva_config": _IGNORED,
+    "qalora_group_size": _IGNORED,
+    "runtime_config": _IGNORED,
+    "ensure_weight_tying": _IGNORED,
+}
+"""Every field of PEFT 0.21's LoraConfig.
+
+The tensors in the file tell which modules are adapted, so the fields that only choose modules have no effect of their own;
+target_modules is compared with the tensors, and differences are reported.
+"""
+
+# Ways to begin training that leave the base as it is.
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True)
+class PatternValue:
+    """One entry of rank_pattern or alpha_pattern.
+
+    Attributes:
+        pattern: Which modules it is for.
+        value: Their rank or alpha.
+    """
+
+    pattern: Pattern
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The fields that matter.
+
+    Attributes:
+        rank: Rank of modules that no pattern names; 0 when the file's value is unusable.
+        alpha: Alpha of modules that no pattern names.
+        use_rslora: Scale by alpha / sqrt(r) in place of alpha / r.
+        rank_patterns: In the file's order; the first that matches counts.
+        alpha_patterns: Likewise.
+        target_modules: Module names, an expression, or None when the file leaves it open.
+        base_name: Name of the base that the adapter was trained on, empty when not given.
+        warnings: What is worth a look.
+    """
+
+    rank: int = 0
+    alpha: float = math.nan
+    use_rslora: bool = False
+    rank_patterns: tuple[PatternValue, ...] = ()
+    alpha_patterns: tuple[PatternValue, ...] = ()
+    target_modules: tuple[str, ...] | str | None = None
+    base_name: str = ""
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_config(data: bytes, *, limits: Limits, faults: Faults) -> Config | None:
+    """Reads and checks the configuration.
+
+    Args:
+        data: Bytes of the file.
+        limits: What is allowed.
+        faults: Receives everything that is wrong.
+
+    Returns:
+        What could be read, or None when the file is no JSON object.
+    """
+    if len(data) > limits.max_config_bytes:
+        faults.add(WHERE, f"has {len(data)} bytes; at most {limits.max_config_bytes} are allowed")
+        return None
+    fields = parse_object(data, WHERE, max_depth=8, faults=faults)
+    if fields is None:
+        return None
+    warnings: list[str] = []
+    _check_support(fields, warnings, faults=faults)
+    if fields.get("peft_type") != "LORA":
+        faults.add(f"{WHERE}: peft_type", f"must be LORA, not {quote(fields.get('peft_type'))}")
+    rslora = fields.get("use_rslora")
+    if rslora is not None and not isinstance(rslora, bool):
+        faults.add(f"{WHERE}: use_rslora", f"must be true or false, not {quote(rslora)}")
+    base_name = fields.get("base_model_name_or_path")
+    if base_name is not None and not isinstance(base_name, str):
+        faults.add(f"{WHERE}: base_model_name_or_path", f"must be a string, not {quote(base_name)}")
+        base_name = None
+    return Config(
+        rank=int(_read_rank(fields.get("r"), "r", limits=limits, faults=faults)),
+        alpha=_read_alpha(fields.get("lora_alpha"), "lora_alpha", limits=limits, faults=faults),
+        use_rslora=rslora is True,
+        rank_patterns=_read_patterns(fields, "rank_pattern", limits=limits, faults=faults),
+        alpha_patterns=_read_patterns(fields, "alpha_pattern", limits=limits, faults=faults),
+        target_modules=_read_targets(fields.get("target_modules"), limits=limits, faults=faults),
+        base_name=base_name or "",
+        warnings=warnings,
+    )
+
+
+def _check_support(fields: Mapping[str, Any], warnings: list[str], *, faults: Faults) -> None:
+    for name, value in fields.items():
+        known = SUPPORTED.get(name)
+        if known is None:
+            if value is None or value is False or value in ("", [], {}):
+                warnings.append(f"{WHERE} has the unknown field {quote(name)}; it is off, so it is ignored")
+            else:
+                faults.add(
+                    f"{WHERE}: {quote(name)}", f"is unknown and set to {quote(value)}; remove it, or save with PEFT 0.21 or older"
+                )
+        elif known.use is Use.MUST_BE_OFF and not any(type(value) is type(off) and value == off for off in known.off):
+            faults.add(f"{WHERE}: {name}", f"{quote(value)} is not supported; {known.hint}")
+    start = fields.get("init_lora_weights", True)
+    if start is not None and not isinstance(start, bool) and start not in _PLAIN_STARTS:
+        faults.add(f"{WHERE}: init_lora_weights", f"{quote(start)} is not supported; {_CONVERT}")
+
+
+def _read_rank(value: Any, name: str, *, limits: Limits, faults: Faults) -> float:
+    if type(value) is not int or not 1 <= value <= limits.max_rank:
+        faults.add(f"{WHERE}: {name}", f"must be a whole number from 1 to {limits.max_rank}, not {quote(value)}")
+        return 0
+    return value
+
+
+def _read_alpha(value: Any, name: str, *, limits: Limits, faults: Faults) -> float:
+    if type(value) not in (int, float) or value == 0 or not abs(value) <= limits.max_scaling * limits.max_rank:
+        largest = limits.max_scaling * limits.max_rank
+        faults.add(
+            f"{WHERE}: {name}", f"must be a number other than 0 and at most {largest:.0f} in magnitude, not {quote(value)}"
+        )
+        return math.nan
+    return float(value)
+
+
+def _read_patterns(fields: Mapping[str, Any], name: str, *, limits: Limits, faults: Faults) -> tuple[PatternValue, ...]:
+    entries = fields.get(name)
+    if entries is None:
+        return ()
+    if not isinstance(entries, dict) or len(entries) > limits.max_patterns:
+        faults.add(f"{WHERE}: {name}", f"must map at most {limits.max_patterns} patterns to numbers")
+        return ()
+    read = _read_rank if name == "rank_pattern" else _read_alpha
+    values = []
+    for text, value in entries.items():
+        where = f"{name}[{quote(text)}]"
+        number = read(value, where, limits=limits, faults=faults)
+        if len(text) > limits.max_pattern_chars:
+            faults.add(f"{WHERE}: {where}", f"is longer than {limits.max_pattern_chars} characters")
+            continue
+        try:
+            values.append(PatternValue(pattern=Pattern(text), value=number))
+        except PatternError as error:
+            faults.add(f"{WHERE}: {where}", f"is not an expression that can be used: {error}")
+    return tuple(values)
+
+
+def _read_targets(value: Any, *, limits: Limits, faults: Faults) -> tuple[str, ...] | str | None:
+    where = f"{WHERE}: target_modules"
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if len(value) > limits.max_pattern_chars:
+            faults.add(where, f"is longer than {limits.max_pattern_chars} characters")
+            return None
+        return value
+    if not isinstance(value, list) or not all(isinstance(name, str) and len(name) <= limits.max_name_chars for name in value):
+        faults.add(where, f"must be a string or a list of names of at most {limits.max_name_chars} characters")
+        return None
+    if len(value) > limits.max_tensors:
+        faults.add(where, f"has {len(value)} names; at most {limits.max_tensors} are allowed")
+        return None
+    return tuple(value)

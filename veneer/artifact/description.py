@@ -1,0 +1,76 @@
+"""What the catalogue knows of a base model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+MODULE_SITES = {
+    "self_attn.q_proj": "qkv",
+    "self_attn.k_proj": "qkv",
+    "self_attn.v_proj": "qkv",
+    "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate_up",
+    "mlp.up_proj": "gate_up",
+    "mlp.down_proj": "down",
+}
+"""Projections of a Llama layer in slice order, with the fused projection that computes each."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetModule:
+    """A linear projection that adapters may target; its index in `BaseDescription.modules` is the slice index.
+
+    Attributes:
+        path: Module path with the layer number replaced by `{layer}`.
+        site: Fused projection that it is computed in: `qkv`, `o`, `gate_up` or `down`.
+        in_features: Input features, in elements.
+        out_features: Output features, in elements.
+    """
+
+    path: str
+    site: str
+    in_features: int
+    out_features: int
+
+    @property
+    def name(self) -> str:
+        """Last segment of the path, e.g. `q_proj`."""
+        return self.path.rpartition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseDescription:
+    """A base model as adapters are checked against it.
+
+    Attributes:
+        digest: Content digest; 64 lower-case hex digits.
+        name: Human name.
+        family: Model family, e.g. `llama`.
+        num_layers: Decoder layers.
+        modules: Projections in slice order, the same in every layer.
+        vocab_size: Rows of the token embedding, in tokens.
+        max_context: Longest context, in tokens.
+        known_names: Other names under which adapter files may refer to it.
+    """
+
+    digest: str
+    name: str
+    family: str
+    num_layers: int
+    modules: tuple[TargetModule, ...]
+    vocab_size: int
+    max_context: int
+    known_names: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Writes the description as JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> BaseDescription:
+        """Reads what `to_json` wrote. For our own messages only: the text is trusted."""
+        fields = json.loads(text)
+        fields["modules"] = tuple(TargetModule(**module) for module in fields["modules"])
+        fields["known_names"] = tuple(fields["known_names"])
+        return cls(**fields)

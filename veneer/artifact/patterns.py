@@ -1,0 +1,290 @@
+"""Regular expressions of strangers, matched in bounded time.
+
+PEFT's configs hold regular expressions that Python's `re` may need exponential time for. This matcher answers only whether a
+text matches: it carries the set of positions that are reachable, as the bits of an integer, so no path is ever tried twice.
+What it does not know (look-around, back-references, flags, possessive forms) it refuses by name.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable
+from functools import partial
+
+Step = Callable[[str, int], int]
+"""From a text and the positions reached so far (bit i: before character i) to the positions reached after this part."""
+
+_MAX_NESTED_REPEATS = 3
+_MAX_DEPTH = 32
+_MAX_REPEAT = 1000
+_PLAIN = re.compile(r"[A-Za-z0-9_.]+")
+_COUNTS = re.compile(r"\{(\d{0,6})(?:(,)(\d{0,6}))?\}")
+_NAMED_GROUP = re.compile(r"\?P<[A-Za-z_]\w{0,63}>", re.ASCII)
+_WORD = frozenset(string.ascii_letters + string.digits + "_")
+_CLASSES = {"d": frozenset(string.digits), "w": _WORD, "s": frozenset(string.whitespace)}
+
+
+class PatternError(ValueError):
+    """The expression is malformed, or uses what is not supported; the message says which."""
+
+
+class Pattern:
+    """A compiled expression. Immutable.
+
+    Args:
+        text: The expression.
+
+    Raises:
+        PatternError: It cannot be used.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._plain = _PLAIN.fullmatch(text) is not None
+        self._step = _Parser(text).parse()
+
+    def matches_whole(self, path: str) -> bool:
+        """Tells whether the whole path matches, as `re.fullmatch` does."""
+        return bool(self._step(path, 1) >> len(path) & 1)
+
+    def matches_tail(self, path: str) -> bool:
+        """Tells whether the path ends in segments that match: PEFT's rule for rank_pattern and alpha_pattern.
+
+        The match begins at the start of the path or right behind a dot, and reaches to the end.
+        """
+        if self._plain:  # nearly all patterns are module names; a dot still stands for any character
+            start = len(path) - len(self.text)
+            if start < 0 or (start > 0 and path[start - 1] != "."):
+                return False
+            return all(wanted in (".", found) for wanted, found in zip(self.text, path[start:], strict=True))
+        starts = 1
+        for position, character in enumerate(path):
+            if character == ".":
+                starts |= 1 << (position + 1)
+        return bool(self._step(path, starts) >> len(path) & 1)
+
+
+def _none_of(characters: frozenset[str], text: str, positions: int) -> int:
+    """Consumes one character that is not in a set."""
+    return _consume([character not in characters for character in text], positions)
+
+
+def _one_of(characters: frozenset[str], text: str, positions: int) -> int:
+    """Consumes one character of a set."""
+    return _consume([character in characters for character in text], positions)
+
+
+def _consume(fits: list[bool], positions: int) -> int:
+    reached = 0
+    for position, fit in enumerate(fits):
+        if fit and positions >> position & 1:
+            reached |= 1 << (position + 1)
+    return reached
+
+
+def _at(kind: str, text: str, positions: int) -> int:
+    """Keeps the positions where an anchor holds."""
+    if kind in "^A":
+        return positions & 1
+    if kind == "Z":
+        return positions & 1 << len(text)
+    if kind == "$":
+        ends = 1 << len(text) | (1 << (len(text) - 1) if text.endswith("\n") else 0)
+        return positions & ends
+    kept = 0
+    for position in range(len(text) + 1):
+        before = position > 0 and text[position - 1] in _WORD
+        after = position < len(text) and text[position] in _WORD
+        if positions >> position & 1 and (before != after) == (kind == "b"):
+            kept |= 1 << position
+    return kept
+
+
+def _sequence(steps: tuple[Step, ...], text: str, positions: int) -> int:
+    for step in steps:
+        if not positions:
+            return 0
+        positions = step(text, positions)
+    return positions
+
+
+def _choice(steps: tuple[Step, ...], text: str, positions: int) -> int:
+    reached = 0
+    for step in steps:
+        reached |= step(text, positions)
+    return reached
+
+
+def _repeat(step: Step, least: int, most: int | None, text: str, positions: int) -> int:
+    """Applies a step from `least` to `most` times; both loops end after at most len(text) + 2 rounds, when nothing changes."""
+    for _ in range(least):
+        following = step(text, positions)
+        if following == positions:
+            break
+        positions = following
+    reached = positions
+    rounds = 0
+    while positions and (most is None or rounds < most - least):
+        positions = step(text, positions) & ~reached
+        reached |= positions
+        rounds += 1
+    return reached
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._next = 0
+        self._depth = 0
+
+    def parse(self) -> Step:
+        step, _ = self._alternatives()
+        if self._next < len(self._text):
+            raise PatternError(f"unbalanced parenthesis at character {self._next}")
+        return step
+
+    def _peek(self) -> str:
+        return self._text[self._next : self._next + 1]
+
+    def _take(self) -> str:
+        character = self._peek()
+        if not character:
+            raise PatternError("ends too early")
+        self._next += 1
+        return character
+
+    def _alternatives(self) -> tuple[Step, int]:
+        """Gives the step and how deep repeats are nested in it."""
+        choices: list[Step] = []
+        nested = 0
+        while True:
+            step, repeats = self._concatenation()
+            choices.append(step)
+            nested = max(nested, repeats)
+            if self._peek() != "|":
+                return (choices[0] if len(choices) == 1 else partial(_choice, tuple(choices))), nested
+            self._next += 1
+
+    def _concatenation(self) -> tuple[Step, int]:
+        steps: list[Step] = []
+        nested = 0
+        while self._peek() not in ("", "|", ")"):
+            step, repeats, is_anchor = self._atom()
+            counts = self._counts()
+            if counts is not None:
+                if is_anchor:
+                    raise PatternError(f"nothing to repeat at character {self._next}")
+                repeats += 1
+                if repeats > _MAX_NESTED_REPEATS:
+                    raise PatternError(f"repeats are nested deeper than {_MAX_NESTED_REPEATS} levels")
+                step = partial(_repeat, step, *counts)
+            steps.append(step)
+            nested = max(nested, repeats)
+        return partial(_sequence, tuple(steps)), nested
+
+    def _counts(self) -> tuple[int, int | None] | None:
+        counts = self._one_count()
+        if counts is None:
+            return None
+        if self._peek() == "?":  # lazy: the same texts match
+            self._next += 1
+        elif self._peek() == "+":
+            raise PatternError("possessive repeats are not supported")
+        if self._one_count() is not None:
+            raise PatternError(f"multiple repeat at character {self._next}")
+        return counts
+
+    def _one_count(self) -> tuple[int, int | None] | None:
+        simple: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+        if self._peek() in simple:
+            return simple[self._take()]
+        match = _COUNTS.match(self._text, self._next)
+        if match is None or match.group() in ("{}", "{,}"):
+            if match is not None and match.group() == "{,}":
+                self._next = match.end()
+                return 0, None
+            return None
+        self._next = match.end()
+        least = int(match[1] or 0)
+        most: int | None = least if match[2] is None else (int(match[3]) if match[3] else None)
+        if most is not None and most < least:
+            raise PatternError("a repeat's least count is above its largest")
+        if max(least, most or 0) > _MAX_REPEAT:
+            raise PatternError(f"a repeat count is above {_MAX_REPEAT}")
+        return least, most
+
+    def _atom(self) -> tuple[Step, int, bool]:
+        character = self._take()
+        if character == "(":
+            step, nested = self._group()
+            return step, nested, False
+        if character == "[":
+            return self._set(), 0, False
+        if character == ".":
+            return partial(_none_of, frozenset("\n")), 0, False
+        if character in "^$":
+            return partial(_at, character), 0, True
+        if character in "*+?":
+            raise PatternError(f"nothing to repeat at character {self._next - 1}")
+        if character == "\\":
+            kind = self._take()
+            if kind in "bBAZ":
+                return partial(_at, kind), 0, True
+            members, negated = self._escape(kind)
+            return partial(_none_of if negated else _one_of, members), 0, False
+        return partial(_one_of, frozenset(character)), 0, False
+
+    def _group(self) -> tuple[Step, int]:
+        if self._peek() == "?":
+            named = _NAMED_GROUP.match(self._text, self._next)
+            if named is not None:
+                self._next = named.end()
+            elif self._text.startswith("?:", self._next):
+                self._next += 2
+            else:
+                raise PatternError("look-around, flags and special groups are not supported")
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise PatternError(f"groups are nested deeper than {_MAX_DEPTH} levels")
+        step, nested = self._alternatives()
+        if self._peek() != ")":
+            raise PatternError("a parenthesis is not closed")
+        self._next += 1
+        self._depth -= 1
+        return step, nested
+
+    def _escape(self, kind: str) -> tuple[frozenset[str], bool]:
+        if kind.lower() in _CLASSES:
+            return _CLASSES[kind.lower()], kind.isupper()
+        if kind.isalnum():
+            raise PatternError(f"the escape \\{kind} is not supported")
+        return frozenset(kind), False
+
+    def _set(self) -> Step:
+        negated = self._peek() == "^"
+        if negated:
+            self._next += 1
+        members: set[str] = set()
+        first = True
+        while first or self._peek() != "]":
+            first = False
+            low = self._set_member()
+            if self._peek() == "-" and self._text[self._next + 1 : self._next + 2] not in ("", "]"):
+                self._next += 1
+                high = self._set_member()
+                if len(low) != 1 or len(high) != 1 or min(low) > min(high):
+                    raise PatternError("a character range is wrong")
+                # Paths are ASCII, so no more of a range can ever match.
+                members.update(chr(code) for code in range(ord(min(low)), min(ord(min(high)), 127) + 1))
+            else:
+                members |= low
+        self._next += 1
+        return partial(_none_of if negated else _one_of, frozenset(members))
+
+    def _set_member(self) -> frozenset[str]:
+        character = self._take()
+        if character != "\\":
+            return frozenset(character)
+        members, negated = self._escape(self._take())
+        return frozenset(map(chr, range(128))) - members if negated else members
