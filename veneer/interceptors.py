@@ -13,7 +13,7 @@ import logging
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -131,7 +131,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             code = _code_name(context.code())
             raise
         except asyncio.CancelledError:
-            remaining = context.time_remaining()
+            remaining = cast("float | None", context.time_remaining())  # None without a deadline, whatever its stub says
             code = "CANCELLED" if remaining is None or remaining > 0 else "DEADLINE_EXCEEDED"
             raise
         except VeneerError as error:

@@ -1,0 +1,388 @@
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from prometheus_client import CollectorRegistry
+
+from veneer.access import OPEN_RULES, Identity, Rule, current_identity
+from veneer.dataplane.v1 import generation_pb2 as pb
+from veneer.errors import FailedPreconditionError, ResourceExhaustedError, VeneerError
+from veneer.interceptors import CallInterceptor, CallMetrics
+from veneer.statuses import error_of
+
+SECRET = "vnr_" + "a" * 43
+REVOKED = "vnr_" + "r" * 43
+OPERATOR = "vnr_" + "o" * 43
+KINDS = ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream")
+GOOD = pb.GenerateRequest(text="hello")
+BAD = pb.GenerateRequest(sampling=pb.SamplingParams(max_tokens=0, stop=["ok", "x" * 200]))
+CANARY = "canary-prompt"
+
+Body = Callable[[grpc.aio.ServicerContext[Any, Any]], AsyncGenerator[pb.GenerateResponse]]
+
+
+def digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
+
+
+class Keys:
+    """Knows one tenant key and one operator key."""
+
+    asked = 0
+
+    async def authenticate(self, key_digest: bytes) -> Identity | None:
+        self.asked += 1
+        known = {
+            digest(SECRET): Identity(
+                kind="tenant", key_digest=key_digest, key_id="k1", tenant="acme", roles=frozenset({"caller"})
+            ),
+            digest(OPERATOR): Identity(kind="operator", key_digest=key_digest, key_id="o1"),
+        }
+        return known.get(key_digest)
+
+
+async def one_response(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[pb.GenerateResponse]:
+    yield pb.GenerateResponse(finish=pb.Finish(completion_tokens=1))
+
+
+@dataclass
+class Plane:
+    """A server with one method of each kind whose body the test sets."""
+
+    channel: grpc.aio.Channel
+    registry: CollectorRegistry
+    keys: Keys
+    body: Body = one_response
+    seen: list[pb.GenerateRequest] = field(default_factory=list)
+
+    async def call(self, kind: str, *requests: pb.GenerateRequest, secret: str | None = SECRET, timeout: float = 20) -> list[Any]:
+        metadata = () if secret is None else (("authorization", f"Bearer {secret}"),)
+        call = self.start(kind, *requests, metadata=metadata, timeout=timeout)
+        return [response async for response in call] if kind.endswith("Stream") else [await call]
+
+    def start(self, kind: str, *requests: pb.GenerateRequest, metadata: Any, timeout: float = 20) -> Any:
+        name = {"UnaryUnary": "unary_unary", "UnaryStream": "unary_stream", "StreamUnary": "stream_unary"}.get(
+            kind, "stream_stream"
+        )
+        method = getattr(self.channel, name)(
+            f"/test.Four/{kind}",
+            request_serializer=pb.GenerateRequest.SerializeToString,
+            response_deserializer=pb.GenerateResponse.FromString,
+        )
+        argument = iter(requests) if kind.startswith("Stream") else requests[0]
+        return method(argument, metadata=metadata, timeout=timeout)
+
+    def count(self, kind: str, code: str) -> float:
+        labels = {"listener": "callers", "method": f"/test.Four/{kind}", "code": code}
+        return self.registry.get_sample_value("veneer_grpc_calls_total", labels) or 0.0
+
+    def running(self) -> float:
+        return sum(
+            sample.value
+            for metric in self.registry.collect()
+            if metric.name == "veneer_grpc_calls_running"
+            for sample in metric.samples
+        )
+
+    async def unary_unary(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+        self.seen.append(request)
+        return [response async for response in self.body(context)][-1]
+
+    async def unary_stream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self.seen.append(request)
+        async with aclosing(self.body(context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def stream_unary(self, requests: AsyncIterator[pb.GenerateRequest], context: Any) -> pb.GenerateResponse:
+        async for request in requests:
+            self.seen.append(request)
+        return [response async for response in self.body(context)][-1]
+
+    async def stream_stream(
+        self, requests: AsyncIterator[pb.GenerateRequest], context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        async for request in requests:
+            self.seen.append(request)
+        async with aclosing(self.body(context)) as responses:
+            async for response in responses:
+                yield response
+
+    def handlers(self) -> dict[str, Any]:
+        codec = {
+            "request_deserializer": pb.GenerateRequest.FromString,
+            "response_serializer": pb.GenerateResponse.SerializeToString,
+        }
+        return {
+            "UnaryUnary": grpc.unary_unary_rpc_method_handler(self.unary_unary, **codec),
+            "UnaryStream": grpc.unary_stream_rpc_method_handler(self.unary_stream, **codec),
+            "StreamUnary": grpc.stream_unary_rpc_method_handler(self.stream_unary, **codec),
+            "StreamStream": grpc.stream_stream_rpc_method_handler(self.stream_stream, **codec),
+            "Forgotten": grpc.unary_unary_rpc_method_handler(self.unary_unary, **codec),
+        }
+
+
+@asynccontextmanager
+async def serving(rule: Rule) -> AsyncIterator[Plane]:
+    registry, keys = CollectorRegistry(), Keys()
+    rules = {**{f"/test.Four/{kind}": rule for kind in KINDS}, **OPEN_RULES}
+    interceptor = CallInterceptor(listener="callers", rules=rules, authenticator=keys, metrics=CallMetrics(registry))
+    server = grpc.aio.server(interceptors=[interceptor])
+    port = server.add_insecure_port("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        plane = Plane(channel, registry, keys)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Four", plane.handlers()),))
+        await server.start()
+        yield plane
+        await server.stop(0)
+
+
+@pytest.fixture
+async def plane() -> AsyncIterator[Plane]:
+    async with serving(Rule.of("tenant", "operator", roles=["caller"])) as plane:
+        yield plane
+
+
+async def refusal(plane: Plane, kind: str, *requests: pb.GenerateRequest, **options: Any) -> VeneerError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await plane.call(kind, *requests, **options)
+    return error_of(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_good_call_reaches_the_method_with_its_identity(plane: Plane, kind: str) -> None:
+    seen: list[Identity] = []
+
+    async def body(context: Any) -> AsyncGenerator[pb.GenerateResponse]:
+        seen.append(current_identity())
+        yield pb.GenerateResponse()
+        yield pb.GenerateResponse(finish=pb.Finish(completion_tokens=2))
+
+    plane.body = body
+    responses = await plane.call(kind, GOOD)
+    assert responses[-1].finish.completion_tokens == 2
+    assert [identity.tenant for identity in seen] == ["acme"]
+    assert plane.seen == [GOOD]
+    await counted(plane, kind, "OK")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("secret", [None, "vnr_short", REVOKED, "vnr_" + "u" * 43])
+async def test_every_credential_that_is_not_valid_gets_the_same_answer(plane: Plane, kind: str, secret: str | None) -> None:
+    error = await refusal(plane, kind, BAD, secret=secret)
+    assert (error.status, error.message) == ("UNAUTHENTICATED", "no valid credential: send 'authorization: Bearer <key>'")
+    assert plane.seen == []
+    await counted(plane, kind, "UNAUTHENTICATED")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_operators_key_is_refused_on_the_callers_listener(plane: Plane, kind: str) -> None:
+    assert (await refusal(plane, kind, GOOD, secret=OPERATOR)).status == "PERMISSION_DENIED"
+    assert plane.seen == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_key_without_the_role_is_refused(kind: str) -> None:
+    async with serving(Rule.of("tenant", roles=["publisher", "owner"])) as plane:
+        error = await refusal(plane, kind, GOOD)
+    assert error.status == "PERMISSION_DENIED"
+    assert "owner, publisher" in error.message
+
+
+async def test_a_method_without_a_rule_is_refused_whoever_calls(plane: Plane) -> None:
+    method = plane.channel.unary_unary("/test.Four/Forgotten", request_serializer=pb.GenerateRequest.SerializeToString)
+    for secret in (SECRET, OPERATOR, REVOKED):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await method(GOOD, metadata=(("authorization", f"Bearer {secret}"),))
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert plane.seen == []
+
+
+async def test_an_unknown_method_is_unimplemented_and_makes_no_label(plane: Plane) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await plane.channel.unary_unary("/test.Four/NoSuch")(b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "NoSuch" not in str(list(plane.registry.collect()))
+
+
+async def test_a_bearer_method_gets_the_key_digest_without_a_lookup() -> None:
+    async with serving(Rule.of("bearer")) as plane:
+        seen: list[Identity] = []
+
+        async def body(context: Any) -> AsyncGenerator[pb.GenerateResponse]:
+            seen.append(current_identity())
+            yield pb.GenerateResponse()
+
+        plane.body = body
+        await plane.call("UnaryStream", GOOD, secret=REVOKED)
+        assert (await refusal(plane, "UnaryStream", GOOD, secret=None)).status == "UNAUTHENTICATED"
+        assert seen == [Identity(kind="bearer", key_digest=digest(REVOKED))]
+        assert plane.keys.asked == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_message_against_its_rules_is_refused_with_every_violation(plane: Plane, kind: str) -> None:
+    requests = (GOOD, BAD) if kind.startswith("Stream") else (BAD,)
+    error = await refusal(plane, kind, *requests)
+    assert error.status == "INVALID_ARGUMENT"
+    assert {violation.field for violation in error.violations} == {"prompt", "sampling.max_tokens", "sampling.stop[1]"}
+    assert BAD not in plane.seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_typed_error_becomes_its_status_with_its_retry_delay(plane: Plane, kind: str) -> None:
+    async def body(context: Any) -> AsyncGenerator[pb.GenerateResponse]:
+        raise ResourceExhaustedError("the queue is full", retry_after_s=1.5)
+        yield
+
+    plane.body = body
+    error = await refusal(plane, kind, GOOD)
+    assert isinstance(error, ResourceExhaustedError)
+    assert (error.message, error.retry_after_s) == ("the queue is full", 1.5)
+    await counted(plane, kind, "RESOURCE_EXHAUSTED")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_unexpected_error_shows_nothing_of_itself(plane: Plane, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(context: Any) -> AsyncGenerator[pb.GenerateResponse]:
+        raise KeyError(CANARY)
+        yield
+
+    plane.body = body
+    caplog.set_level(logging.DEBUG)
+    error = await refusal(plane, kind, GOOD)
+    assert (error.status, error.message) == ("INTERNAL", "internal error")
+    assert CANARY not in caplog.text
+    [record] = [record for record in caplog.records if record.message == "call failed unexpectedly"]
+    trace = vars(record)["trace"]
+    assert trace[0] == "KeyError"
+    assert any("test_interceptors.py" in line for line in trace)
+    assert not any(CANARY in str(value) for one in caplog.records for value in vars(one).values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_abort_of_the_method_passes_unchanged(plane: Plane, kind: str) -> None:
+    async def body(context: Any) -> AsyncGenerator[pb.GenerateResponse]:
+        await context.abort(grpc.StatusCode.OUT_OF_RANGE, "past the end")
+        yield
+
+    plane.body = body
+    error = await refusal(plane, kind, GOOD)
+    assert (error.status, error.message) == ("OUT_OF_RANGE", "past the end")
+    await counted(plane, kind, "OUT_OF_RANGE")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_cancel_reaches_the_method_and_its_cleanup_runs(plane: Plane, kind: str) -> None:
+    waiting, cleaned = asyncio.Event(), asyncio.Event()
+
+    async def body(context: Any) -> AsyncGenerator[pb.GenerateResponse]:
+        try:
+            waiting.set()
+            await asyncio.Event().wait()
+            yield pb.GenerateResponse()
+        finally:
+            cleaned.set()
+
+    plane.body = body
+    call = plane.start(kind, GOOD, metadata=(("authorization", f"Bearer {SECRET}"),))
+    reading = asyncio.ensure_future(call.read() if kind.endswith("Stream") else _result(call))
+    await asyncio.wait_for(waiting.wait(), 10)
+    assert plane.running() == 1
+    call.cancel()
+    await asyncio.wait_for(cleaned.wait(), 10)
+    await asyncio.wait([reading])
+    await counted(plane, kind, "CANCELLED")
+    assert plane.running() == 0
+
+
+@pytest.mark.parametrize("kind", ["UnaryStream", "StreamStream"])
+async def test_a_cancel_while_a_message_is_written_ends_the_generator_in_its_own_task(plane: Plane, kind: str) -> None:
+    ended_in: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    started_in: list[object] = []
+
+    async def body(context: Any) -> AsyncGenerator[pb.GenerateResponse]:
+        started_in.append(asyncio.current_task())
+        try:
+            while True:  # a caller that does not read: flow control stops the writer sooner or later
+                yield pb.GenerateResponse(chunk=pb.Chunk(text="x" * 100_000))
+        finally:
+            ended_in.set_result(asyncio.current_task())
+
+    plane.body = body
+    call = plane.start(kind, GOOD, metadata=(("authorization", f"Bearer {SECRET}"),))
+    await call.read()
+    call.cancel()
+    assert await asyncio.wait_for(ended_in, 10) is started_in[0]
+
+
+async def test_a_passed_deadline_is_counted_as_one(plane: Plane) -> None:
+    async def body(context: Any) -> AsyncGenerator[pb.GenerateResponse]:
+        await asyncio.Event().wait()
+        yield
+
+    plane.body = body
+    assert (await refusal(plane, "UnaryStream", GOOD, timeout=0.2)).status == "DEADLINE_EXCEEDED"
+    await counted(plane, "UnaryStream", "DEADLINE_EXCEEDED")
+
+
+async def test_hundreds_of_violations_still_reach_a_client_with_default_limits(plane: Plane) -> None:
+    requests = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop=["é" * 200] * 400))
+    error = await refusal(plane, "UnaryUnary", requests)
+    assert error.status == "INVALID_ARGUMENT"
+    assert len(error.violations) > 10
+    assert "more violations" in error.violations[-1].description
+
+
+async def test_refusals_send_no_headers_before_the_trailers(plane: Plane) -> None:
+    async def body(context: Any) -> AsyncGenerator[pb.GenerateResponse]:
+        raise FailedPreconditionError("quarantined")
+        yield
+
+    plane.body = body
+    call = plane.start("UnaryStream", GOOD, metadata=(("authorization", f"Bearer {SECRET}"),))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert list(caught.value.initial_metadata()) == []
+
+
+async def test_one_line_is_logged_for_a_call(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="veneer.interceptors")
+    await plane.call("UnaryUnary", GOOD)
+    [record] = [record for record in caplog.records if record.message == "call ended"]
+    facts = vars(record)
+    assert (facts["method"], facts["code"], facts["tenant"], facts["key_id"]) == ("/test.Four/UnaryUnary", "OK", "acme", "k1")
+    assert SECRET not in str(facts)
+
+
+async def test_details_carry_a_bad_request_that_any_client_can_read(plane: Plane) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await plane.call("UnaryUnary", BAD)
+    trailers = dict(tuple(caught.value.trailing_metadata() or ()))
+    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+    bad_request = error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(bad_request)
+    assert len(bad_request.field_violations) == 3
+
+
+async def _result(call: Any) -> Any:
+    return await call
+
+
+async def counted(plane: Plane, kind: str, code: str) -> None:
+    """Waits until exactly one call is counted: the caller may see its end before the server has counted it."""
+    await asyncio.wait_for(_until(lambda: plane.count(kind, code) == 1), 10)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
