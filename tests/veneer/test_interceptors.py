@@ -64,12 +64,14 @@ class Plane:
     body: Body = one_response
     seen: list[pb.GenerateRequest] = field(default_factory=list)
 
-    async def call(self, kind: str, *requests: pb.GenerateRequest, secret: str | None = SECRET, timeout: float = 20) -> list[Any]:
+    async def call(
+        self, kind: str, *requests: pb.GenerateRequest, secret: str | None = SECRET, deadline_s: float = 20
+    ) -> list[Any]:
         metadata = () if secret is None else (("authorization", f"Bearer {secret}"),)
-        call = self.start(kind, *requests, metadata=metadata, timeout=timeout)
+        call = self.start(kind, *requests, metadata=metadata, deadline_s=deadline_s)
         return [response async for response in call] if kind.endswith("Stream") else [await call]
 
-    def start(self, kind: str, *requests: pb.GenerateRequest, metadata: Any, timeout: float = 20) -> Any:
+    def start(self, kind: str, *requests: pb.GenerateRequest, metadata: Any, deadline_s: float = 20) -> Any:
         name = {"UnaryUnary": "unary_unary", "UnaryStream": "unary_stream", "StreamUnary": "stream_unary"}.get(
             kind, "stream_stream"
         )
@@ -79,7 +81,7 @@ class Plane:
             response_deserializer=pb.GenerateResponse.FromString,
         )
         argument = iter(requests) if kind.startswith("Stream") else requests[0]
-        return method(argument, metadata=metadata, timeout=timeout)
+        return method(argument, metadata=metadata, timeout=deadline_s)
 
     def count(self, kind: str, code: str) -> float:
         labels = {"listener": "callers", "method": f"/test.Four/{kind}", "code": code}
@@ -331,7 +333,7 @@ async def test_a_passed_deadline_is_counted_as_one(plane: Plane) -> None:
         yield
 
     plane.body = body
-    assert (await refusal(plane, "UnaryStream", GOOD, timeout=0.2)).status == "DEADLINE_EXCEEDED"
+    assert (await refusal(plane, "UnaryStream", GOOD, deadline_s=0.2)).status == "DEADLINE_EXCEEDED"
     await counted(plane, "UnaryStream", "DEADLINE_EXCEEDED")
 
 
@@ -384,5 +386,5 @@ async def counted(plane: Plane, kind: str, code: str) -> None:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():
+    while not condition():  # noqa: ASYNC110  the condition is a counter of the code under test
         await asyncio.sleep(0)
