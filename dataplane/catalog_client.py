@@ -1,0 +1,290 @@
+"""The data plane's calls to the control plane, as typed functions: resolve, introspect, grants and bytes, changes, reports.
+
+Proto messages stop here. Every call has a deadline; failures become `veneer.errors` families, and `UnavailableError` alone means
+that the control plane cannot be reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution
+from dataplane.resolve_cache import Key
+from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
+from veneer.errors import (
+    FailedPreconditionError,
+    InternalError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+    VeneerError,
+)
+
+_T = TypeVar("_T")
+_OPTIONS = (
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_retries", 0),
+)
+_REFUSALS = {
+    nodes_pb2.REFUSAL_REASON_NOT_FOUND: Refusal.NOT_FOUND,
+    nodes_pb2.REFUSAL_REASON_ROLE: Refusal.ROLE,
+    nodes_pb2.REFUSAL_REASON_BASE_MISMATCH: Refusal.BASE_MISMATCH,
+    nodes_pb2.REFUSAL_REASON_RETIRED: Refusal.RETIRED,
+    nodes_pb2.REFUSAL_REASON_QUARANTINED: Refusal.QUARANTINED,
+}
+
+
+class EnrollmentError(FailedPreconditionError):
+    """The node is not enrolled, or was enrolled for another base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a credential belongs to; see `veneer.controlplane.v1.IntrospectResponse`."""
+
+    kind: str
+    tenant: str
+    roles: tuple[str, ...]
+    key_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A file that a grant covers."""
+
+    name: str
+    digest: str
+    size_bytes: int
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Leave to read one version's files for a short time, and what its digest is made of."""
+
+    token: str
+    blobs: tuple[Blob, ...]
+    base_digest: str
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A committed change of the catalogue: identifiers only."""
+
+    kind: int
+    tenant: str
+    adapter: str
+    version: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """A page of the change feed."""
+
+    changes: tuple[Change, ...]
+    next_cursor: str
+    reset: bool
+
+
+def open_channel(address: str, *, ca_pem: bytes | None) -> grpc.aio.Channel:
+    """Returns a channel to the control plane; without a certificate authority it is plaintext."""
+    if ca_pem is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(root_certificates=ca_pem), options=_OPTIONS)
+
+
+class CatalogClient:
+    """Calls the control plane as one node. Owned by the event loop.
+
+    Args:
+        channel: Channel to the control plane's listener for callers; closed by its owner.
+        base_digest: Digest of the base that this node serves.
+        timeout_s: Deadline of a small call.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, *, base_digest: str, timeout_s: float = 2.0) -> None:
+        self._nodes = nodes_pb2_grpc.NodeServiceStub(channel)
+        self._base_digest = base_digest
+        self._timeout_s = timeout_s
+        self._secret = ""
+
+    async def enroll(self, key_file: Path, *, token: str | None) -> None:
+        """Makes the node known: by its kept key, else by a one-time token whose key is then kept in `key_file` (mode 0600).
+
+        Raises:
+            EnrollmentError: There is neither key nor token, or the key was given for another base.
+            FailedPreconditionError: The control plane does not know this base.
+            UnauthenticatedError: Token or key is not valid.
+        """
+        kept = _read_key(key_file)
+        if kept is not None:
+            if kept["base_digest"] != self._base_digest:
+                raise EnrollmentError(
+                    f"this node was enrolled for base {kept['base_digest'][:12]}, the model folder holds {self._base_digest[:12]}; "
+                    "remove the node key file and enrol again"
+                )
+            self._secret = kept["secret"]
+            await self.list_changes("")
+            return
+        if not token:
+            raise EnrollmentError("there is no node key yet; an operator's enrolment token is needed for the first start")
+        request = nodes_pb2.EnrollNodeRequest(base_digest=self._base_digest)
+        response = await self._call(
+            self._nodes.EnrollNode(request, timeout=10.0, metadata=(("authorization", f"Bearer {token}"),))
+        )
+        self._keep_key(key_file, response.secret)
+
+    async def rotate_key(self, key_file: Path) -> None:
+        """Replaces the node's key, on disk before in use; the old one stays valid for a minute."""
+        response = await self._call(self._nodes.RotateNodeKey(nodes_pb2.RotateNodeKeyRequest(), **self._common()))
+        self._keep_key(key_file, response.secret)
+
+    async def resolve(self, key: Key) -> Answer:
+        """Asks who calls and what the reference means.
+
+        Raises:
+            UnauthenticatedError: No valid key has this digest.
+            UnavailableError: The control plane is unreachable.
+        """
+        target = nodes_pb2.AdapterTarget(adapter=key.target.adapter, owner=key.target.owner)
+        if key.target.version:
+            target.version = key.target.version
+        elif key.target.alias:
+            target.alias = key.target.alias
+        request = nodes_pb2.ResolveRequest(key_digest=key.key_digest, target=target, base_digest=self._base_digest)
+        response = await self._call(self._nodes.Resolve(request, **self._common()))
+        return _answer(response)
+
+    async def introspect(self, key_digest: bytes) -> Identity:
+        """Asks who a credential belongs to; UnauthenticatedError when to nobody."""
+        request = nodes_pb2.IntrospectRequest(key_digest=key_digest)
+        response = await self._call(self._nodes.Introspect(request, **self._common()))
+        return Identity(response.kind, response.tenant, tuple(response.roles), response.key_id)
+
+    async def grant_blobs(self, version: str) -> Grant:
+        """Asks for leave to read a version's files."""
+        response = await self._call(self._nodes.GrantBlobs(nodes_pb2.GrantBlobsRequest(version=version), **self._common()))
+        blobs = tuple(Blob(blob.name, blob.digest, blob.size_bytes, blob.url) for blob in response.blobs)
+        return Grant(response.grant, blobs, response.base_digest, response.owner)
+
+    async def read_blob(self, grant: Grant, blob: Blob, *, offset: int, idle_s: float) -> AsyncIterator[bytes]:
+        """Streams a file from an offset on; UnavailableError when nothing comes for `idle_s`."""
+        request = nodes_pb2.ReadBlobRequest(grant=grant.token, digest=blob.digest, offset=offset)
+        call = self._nodes.ReadBlob(request, metadata=self._metadata())
+        try:
+            while True:
+                part: Any = await self._call(_within(call.read, idle_s))
+                if part is grpc.aio.EOF:
+                    return
+                yield part.data
+        finally:
+            call.cancel()
+
+    async def list_changes(self, cursor: str) -> Changes:
+        """Reads the next page of the change feed; an empty cursor means from now on."""
+        request = nodes_pb2.ListChangesRequest(cursor=cursor)
+        response = await self._call(self._nodes.ListChanges(request, **self._common()))
+        changes = tuple(
+            Change(int(change.kind), change.tenant, change.adapter, change.version, change.generation)
+            for change in response.changes
+        )
+        return Changes(changes, response.next_cursor, response.reset)
+
+    async def report_corrupt(self, version: str) -> None:
+        """Reports that a version's bytes did not have its digest, after a repeated read."""
+        await self._report(version, nodes_pb2.VERSION_FAULT_CORRUPT)
+
+    async def report_not_finite(self, version: str) -> None:
+        """Reports that a version gave logits that are not finite."""
+        await self._report(version, nodes_pb2.VERSION_FAULT_NOT_FINITE)
+
+    async def _report(self, version: str, fault: nodes_pb2.VersionFault.ValueType) -> None:
+        request = nodes_pb2.ReportVersionRequest(version=version, fault=fault)
+        await self._call(self._nodes.ReportVersion(request, **self._common()))
+
+    def _common(self) -> dict[str, Any]:
+        return {"timeout": self._timeout_s, "metadata": self._metadata()}
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {self._secret}"),)
+
+    def _keep_key(self, key_file: Path, secret: str) -> None:
+        self._secret = secret
+        text = json.dumps({"secret": secret, "base_digest": self._base_digest})
+        key_file.parent.mkdir(parents=True, exist_ok=True)
+        part = key_file.with_name(f"{key_file.name}.{secrets.token_hex(4)}")
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(key_file)
+
+    async def _call(self, call: Awaitable[_T]) -> _T:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise _translate(error) from error
+
+
+async def _within(read: Callable[[], Awaitable[_T]], seconds: float) -> _T:
+    try:
+        async with asyncio.timeout(seconds):
+            return await read()
+    except TimeoutError as error:
+        raise UnavailableError(f"the control plane sent no bytes for {seconds:g} s") from error
+
+
+def _read_key(path: Path) -> dict[str, str] | None:
+    if not path.is_file():
+        return None
+    try:
+        kept = json.loads(path.read_text())
+        return {"secret": str(kept["secret"]), "base_digest": str(kept["base_digest"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise EnrollmentError("the node key file is not readable; remove it and enrol again") from error
+
+
+def _answer(response: nodes_pb2.ResolveResponse) -> Answer:
+    caller = response.caller
+    expire = caller.expire_time.ToNanoseconds() / 1e9 if caller.HasField("expire_time") else None
+    who = Caller(caller.tenant, caller.key_id, caller.fallback_allowed, max(caller.weight, 1), caller.cache_salt, expire)
+    if response.WhichOneof("outcome") != "resolution":
+        return Answer(who, _REFUSALS.get(response.refusal, Refusal.NOT_FOUND))
+    found = response.resolution
+    arms = tuple(Arm(arm.digest, arm.number, max(arm.weight, 1), arm.max_rank, arm.size_bytes, arm.state) for arm in found.arms)
+    return Answer(who, Resolution(found.owner, found.adapter, found.alias, found.generation, arms, found.split_salt))
+
+
+def _translate(error: grpc.aio.AioRpcError) -> VeneerError:
+    """Returns our error for a failed call; texts of the other side are passed on only where they speak of the node itself."""
+    match error.code():
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED | grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return UnavailableError("the control plane is unreachable", retry_after_s=1.0)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return UnauthenticatedError("no valid credential")
+        case grpc.StatusCode.PERMISSION_DENIED:
+            return PermissionDeniedError("the control plane does not permit this")
+        case grpc.StatusCode.NOT_FOUND:
+            return NotFoundError("no such adapter, alias or version")
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            return FailedPreconditionError(error.details() or "the control plane refuses this in the present state")
+        case code:
+            return InternalError(f"the control plane answered {code.name}")

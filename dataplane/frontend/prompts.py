@@ -1,0 +1,205 @@
+"""Prompts as token ids: the one place where text, conversations and ids become what the engine takes, and are checked.
+
+The limit on length is the engine's own context limit; nothing else in the data plane knows another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dataplane.frontend.chat_template import ChatTemplate
+from dataplane.frontend.detokenizer import Detokenizer
+from dataplane.frontend.tokenizer import Tokenizer, TokenizerError
+from veneer.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError, Violation
+
+_SHORT = 1024  # characters; so many are tokenized in well under a millisecond, less than a hop to another thread costs
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text, taken as it is."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation: (role, content) pairs in order."""
+
+    messages: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, taken as they are."""
+
+    ids: tuple[int, ...]
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A prompt that fits, and how many tokens may follow it.
+
+    Attributes:
+        ids: Token ids of the prompt.
+        max_tokens: Tokens to generate at most.
+    """
+
+    ids: tuple[int, ...]
+    max_tokens: int
+
+
+class Prompts:
+    """Turns prompts into token ids. Owned by the serving process; call it from the event loop.
+
+    Args:
+        folder: The base model's folder.
+        max_context: Tokens of prompt and output together.
+        vocab_size: Rows of the model's embedding; ids of prompts are below it.
+        num_threads: Threads for long prompts.
+        max_pending: Long prompts that may wait for those threads.
+
+    Raises:
+        TokenizerError: The folder's tokenizer is missing or not supported.
+        TemplateError: The folder's chat template is none.
+    """
+
+    def __init__(self, folder: Path, *, max_context: int, vocab_size: int, num_threads: int = 2, max_pending: int = 1024) -> None:
+        self.tokenizer = Tokenizer(folder / "tokenizer.json")
+        self.max_context = max_context
+        self.vocab_size = vocab_size
+        if self.tokenizer.vocab_size > vocab_size:
+            raise TokenizerError(f"tokenizer.json knows {self.tokenizer.vocab_size} ids, the model only {vocab_size}")
+        config = _read_json(folder / "tokenizer_config.json")
+        self._template = _template(folder, config)
+        self.eos_ids = _eos_ids(folder)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="prompts")
+        self._pending = 0
+        self._max_pending = max_pending
+
+    def close(self) -> None:
+        """Lets the threads end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def detokenizer(self) -> Detokenizer:
+        """Returns a detokenizer for one request."""
+        return Detokenizer(self.tokenizer.pieces)
+
+    async def prepare(self, prompt: Prompt, *, max_tokens: int | None) -> Budget:
+        """Returns the prompt's ids and how many tokens may follow; long texts are tokenized on another thread.
+
+        Args:
+            prompt: The prompt.
+            max_tokens: Tokens to generate at most; None: until the context is full.
+
+        Raises:
+            InvalidArgumentError: It is empty, too long with `max_tokens`, has ids outside the vocabulary, or the template refuses it.
+            ResourceExhaustedError: Too many long prompts wait.
+        """
+        match prompt:
+            case TokenPrompt(ids):
+                self._check_ids(ids)
+            case TextPrompt(text):
+                ids = await self._run(lambda: self.tokenizer.encode(text, add_special_tokens=True), len(text))
+            case ChatPrompt(messages):
+                ids = await self._run(lambda: self._encode_chat(messages), sum(len(content) for _, content in messages))
+        return self._fit(ids, prompt, max_tokens)
+
+    async def _run(self, work: Callable[[], tuple[int, ...]], length: int) -> tuple[int, ...]:
+        if length <= _SHORT:
+            return work()
+        if self._pending >= self._max_pending:
+            raise ResourceExhaustedError("too many long prompts wait to be tokenized", retry_after_s=1.0)
+        self._pending += 1
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        future.add_done_callback(self._one_less)  # also when the caller goes away: the thread works on until it is done
+        return await asyncio.shield(future)
+
+    def _one_less(self, future: asyncio.Future[tuple[int, ...]]) -> None:
+        self._pending -= 1
+        if not future.cancelled():
+            future.exception()  # seen, even when nobody waits any more
+
+    def _encode_chat(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+        if self._template is None:
+            raise FailedPreconditionError("the base model has no chat template; send a text or token ids")
+        text = self._template.render([{"role": role, "content": content} for role, content in messages])
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _check_ids(self, ids: tuple[int, ...]) -> None:
+        for place, id_ in enumerate(ids):
+            if not 0 <= id_ < self.vocab_size:
+                raise InvalidArgumentError.of(
+                    [Violation(f"tokens.ids[{place}]", f"{id_} is not below the vocabulary's size, {self.vocab_size}")]
+                )
+
+    def _fit(self, ids: tuple[int, ...], prompt: Prompt, max_tokens: int | None) -> Budget:
+        field = {TextPrompt: "text", ChatPrompt: "chat", TokenPrompt: "tokens.ids"}[type(prompt)]
+        if not ids:
+            raise InvalidArgumentError.of([Violation(field, "the prompt has no tokens; at least 1 is needed")])
+        room = self.max_context - len(ids)
+        if room < 1:
+            raise InvalidArgumentError.of(
+                [Violation(field, f"the prompt has {len(ids)} tokens; at most {self.max_context - 1} leave room for one more")]
+            )
+        if max_tokens is None:
+            return Budget(ids, room)
+        if max_tokens < 1:
+            raise InvalidArgumentError.of([Violation("sampling.max_tokens", f"{max_tokens} is below 1")])
+        if max_tokens > room:
+            raise InvalidArgumentError.of(
+                [
+                    Violation(
+                        "sampling.max_tokens",
+                        f"{max_tokens} is more than the {room} that fit after a prompt of {len(ids)} tokens",
+                    )
+                ]
+            )
+        return Budget(ids, max_tokens)
+
+
+def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
+    path = folder / "chat_template.jinja"
+    source = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(source, list):
+        source = next((one.get("template") for one in source if one.get("name") == "default"), None)
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise TokenizerError("tokenizer_config.json: chat_template is neither a text nor a list with a `default`")
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    return ChatTemplate(source, {name: _token(config[name]) for name in names if config.get(name) is not None})
+
+
+def _token(value: Any) -> str:
+    return str(value["content"] if isinstance(value, dict) else value)
+
+
+def _eos_ids(folder: Path) -> tuple[int, ...]:
+    """Returns the ids that end a sequence: those of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    return ()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path.name} is no JSON") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path.name} is no JSON object")
+    return value

@@ -1,0 +1,146 @@
+"""The base model's tokenizer, and what each token adds to the text.
+
+`decode` of the `tokenizers` package is the truth: the streaming detokenizer must give the same text piece by piece. That is
+possible exactly for the two decoders of the model families that are served; a tokenizer with another decoder is refused at start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from veneer.errors import FailedPreconditionError
+
+
+class TokenizerError(FailedPreconditionError):
+    """The model folder's tokenizer is missing, broken or of a kind that cannot be streamed exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What each token id adds to the text; empty for special and unknown ids.
+
+    Attributes:
+        raw: Bytes per id. Under byte fallback, only ids in `byte_ids` hold part of a character.
+        byte_ids: Ids of single bytes (`<0xE4>`), empty for byte-level tokenizers. A run of them is text if the whole run is
+            UTF-8, else one replacement character a byte.
+        strip_start: Leading spaces that the decoder takes off the whole text.
+        skipped: Ids that the decoder passes over as if they were not there.
+    """
+
+    raw: tuple[bytes, ...]
+    byte_ids: frozenset[int]
+    strip_start: int
+    skipped: frozenset[int]
+
+
+class Tokenizer:
+    """Text to ids and back. Immutable; any thread may call it.
+
+    Args:
+        path: The model folder's tokenizer.json.
+
+    Raises:
+        TokenizerError: It cannot be read or streamed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises bare Exception
+            raise TokenizerError(f"{path.name} cannot be read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.pieces = _pieces(self._tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer knows, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Returns the token ids of `text`; the package releases the interpreter lock meanwhile."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of `ids`, special tokens left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token by its exact name, or None."""
+        return self._tokenizer.token_to_id(token)
+
+
+def _pieces(tokenizer: tokenizers.Tokenizer) -> Pieces:
+    decoder: dict[str, Any] = json.loads(tokenizer.to_str()).get("decoder") or {}
+    special = frozenset(id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    names = [tokenizer.id_to_token(id_) for id_ in range(size)]
+    skipped = special | {id_ for id_, name in enumerate(names) if name is None}
+    steps = decoder.get("decoders", [decoder])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        table = _byte_level_table()
+        raw = tuple(b"" if id_ in skipped else _byte_level(name, table) for id_, name in enumerate(names))
+        return Pieces(raw, frozenset(), 0, skipped)
+    if kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "ByteFallback" in kinds:
+        return _byte_fallback(names, skipped, steps)
+    raise TokenizerError(f"tokenizer.json: decoder {kinds} is not supported; byte-level and byte-fallback tokenizers are")
+
+
+def _byte_fallback(names: list[str | None], skipped: frozenset[int], steps: list[dict[str, Any]]) -> Pieces:
+    strip_start = 0
+    replacements: list[tuple[str, str]] = []
+    for step in steps:
+        if step["type"] == "Replace":
+            pattern = step["pattern"].get("String")
+            if pattern is None:
+                raise TokenizerError("tokenizer.json: a decoder that replaces by a regular expression is not supported")
+            replacements.append((pattern, step["content"]))
+        elif step["type"] == "Strip":
+            if step["content"] != " " or step["stop"]:
+                raise TokenizerError("tokenizer.json: a decoder that strips anything but leading spaces is not supported")
+            strip_start += step["start"]
+    raw: list[bytes] = []
+    byte_ids: set[int] = set()
+    for id_, name in enumerate(names):
+        if name is None or id_ in skipped:
+            raw.append(b"")
+            continue
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            try:
+                raw.append(bytes([int(name[3:5], 16)]))
+                byte_ids.add(id_)
+                continue
+            except ValueError:
+                pass
+        for pattern, content in replacements:
+            name = name.replace(pattern, content)
+        raw.append(name.encode())
+    return Pieces(tuple(raw), frozenset(byte_ids), strip_start, skipped)
+
+
+def _byte_level_table() -> dict[str, int]:
+    """Returns the byte that each letter of a byte-level vocabulary stands for.
+
+    Printable bytes of Latin-1 stand for themselves; the others, in order, for the letters from U+0100 on.
+    Source: the byte-to-unicode table of GPT-2's tokenizer.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if chr(byte) not in table)
+    return table | {chr(0x100 + place): byte for place, byte in enumerate(list(others))}
+
+
+def _byte_level(name: str | None, table: dict[str, int]) -> bytes:
+    if name is None:
+        return b""
+    try:
+        return bytes(table[letter] for letter in name)
+    except KeyError:  # an added token with letters outside the table stands for its own text
+        return name.encode()

@@ -1,0 +1,349 @@
+"""One request from its identity to its last token: resolve, draw the arm, bind to a version, run, fall back, stream.
+
+Nothing is yielded before the first token is there; until then every refusal may still be the whole answer, and the base may
+still take over where request and tenant allow it. Whatever ends the request, its engine request, its claim on the host image and
+its place among the streams are given back in `finally`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from dataplane.arms import draw_arm
+from dataplane.engine.messages import Delta, Sampling, Submit
+from dataplane.fallback import FallbackMode, FallbackReason, on_not_ready, on_refusal
+from dataplane.frontend.detokenizer import StopStrings
+from dataplane.frontend.prompts import Budget, Prompt, Prompts
+from dataplane.metrics import Metrics
+from dataplane.prefetcher import Claim
+from dataplane.resolution import Answer, Caller, Refusal, Target
+from dataplane.resolve_cache import Key, ResolveCache
+from dataplane.token_stream import Piece, TokenStream
+from veneer.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError, VeneerError
+
+
+class Engine(Protocol):
+    """What a generation needs of the engine."""
+
+    def submit(self, submit: Submit, /) -> AsyncIterator[Delta]:
+        """Runs a request; closing the iterator aborts it."""
+
+
+class Loader(Protocol):
+    """What a generation needs of the prefetcher."""
+
+    def ensure(self, version: str) -> Claim:
+        """Has the version's image brought to host memory, and kept there while the claim is held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How tokens are chosen; see `veneer.dataplane.v1.SamplingParams`. None means the default."""
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One request.
+
+    Attributes:
+        key_digest: SHA-256 of the caller's key; the tenant follows from it and from nothing else.
+        target: What to generate with.
+        prompt: What to continue.
+        choice: How tokens are chosen.
+        fallback: When the base may answer instead.
+        request_id: Caller's own identifier; empty: one is made.
+        split_unit: Unit of a traffic split; empty: the arm is drawn from the request's identifier.
+        sub_salt: Mixed into the cache key beside the tenant's own secret.
+        deadline_s: Seconds that are left; None for no limit.
+    """
+
+    key_digest: bytes
+    target: Target
+    prompt: Prompt
+    choice: Choice = field(default_factory=Choice)
+    fallback: FallbackMode = FallbackMode.NONE
+    request_id: str = ""
+    split_unit: str = ""
+    sub_salt: bytes = b""
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What answers a request; see `veneer.dataplane.v1.Served`. `version` is None when the base answers."""
+
+    request_id: str
+    base_digest: str
+    version: str | None = None
+    owner: str = ""
+    adapter: str = ""
+    version_number: int = 0
+    alias: str = ""
+    generation: int = 0
+    arm: int = 0
+    sticky: bool = False
+    fallback: FallbackReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One message of the answer; `served` in the first only."""
+
+    served: Served | None
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLimits:
+    """Bounds of streams.
+
+    Attributes:
+        max_streams: Streams at once.
+        max_streams_per_tenant: Streams of one tenant at once.
+        max_buffer_bytes: What may wait for one reader.
+        slow_reader_s: How long that may stay full.
+        fallback_after_s: How long a version may take to load before the base answers, where it may; never more than half of
+            what is left to the deadline.
+    """
+
+    max_streams: int = 10_000
+    max_streams_per_tenant: int = 2_000
+    max_buffer_bytes: int = 256 << 10
+    slow_reader_s: float = 10.0
+    fallback_after_s: float = 5.0
+
+
+class Generator:
+    """Answers requests. Owned by the event loop; keeps nothing of a request after it ended.
+
+    Args:
+        resolver: What the control plane says about callers and references.
+        prompts: Prompts to ids, ids to text.
+        loader: Brings versions to host memory.
+        engine: Runs requests.
+        metrics: Counts what happens.
+        base_digest: Digest of the base that is served.
+        limits: Bounds of streams.
+    """
+
+    def __init__(
+        self,
+        *,
+        resolver: ResolveCache,
+        prompts: Prompts,
+        loader: Loader,
+        engine: Engine,
+        metrics: Metrics,
+        base_digest: str,
+        limits: StreamLimits,
+    ) -> None:
+        self._resolver = resolver
+        self._prompts = prompts
+        self._loader = loader
+        self._engine = engine
+        self._metrics = metrics
+        self._base_digest = base_digest
+        self._limits = limits
+        self._streams: Counter[str] = Counter()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that run."""
+        return self._streams.total()
+
+    async def wait_idle(self) -> None:
+        """Waits until no stream runs."""
+        await self._idle.wait()
+
+    async def run(self, request: GenerationRequest) -> AsyncGenerator[Part]:
+        """Yields the answer's parts, the first one with what is served and the first tokens.
+
+        Raises:
+            VeneerError: The request is refused, or the stream ended badly.
+        """
+        started_s = time.monotonic()
+        if self.draining:
+            raise UnavailableError("the node is draining", retry_after_s=0.1)
+        answer = await self._resolver.resolve(Key(request.key_digest, request.target))
+        served = self._bind(request, answer)
+        with self._place(answer.caller):
+            budget = await self._prompts.prepare(request.prompt, max_tokens=request.choice.max_tokens)
+            if request.deadline_s is not None:
+                request = replace(request, deadline_s=max(request.deadline_s - (time.monotonic() - started_s), 0.0))
+            seed = secrets.randbits(63) if request.choice.seed is None else request.choice.seed
+            submit = self._submit(request, answer.caller, budget, served, seed=seed)
+            timer = self._metrics.timer(answer.caller.tenant, started_s)
+            async with aclosing(self._answer(request, answer.caller, served, submit)) as parts:
+                async for part in parts:
+                    self._metrics.saw(timer, part.piece)
+                    yield part
+
+    async def _answer(self, request: GenerationRequest, caller: Caller, served: Served, submit: Submit) -> AsyncGenerator[Part]:
+        claim = self._loader.ensure(served.version) if served.version is not None else None
+        stream = self._open(request, submit)
+        try:
+            if claim is None:
+                piece = await stream.next()
+            else:
+                try:
+                    piece = await self._first(request, caller, stream, claim)
+                except _NotReadyError as not_ready:
+                    reason = on_not_ready(request.fallback, caller)
+                    if reason is None:
+                        raise not_ready.cause from not_ready.cause.__cause__
+                    await stream.close()
+                    served = Served(served.request_id, self._base_digest, fallback=reason)
+                    stream = self._open(request, replace(submit, request_id=uuid.uuid4().hex, version=None))
+                    piece = await stream.next()
+                finally:
+                    claim.release()  # with a first token the engine holds a copy and a lease of its own
+            if served.fallback is not None:
+                self._metrics.fell_back(served.fallback.value)
+            yield Part(served, piece)
+            while piece.end is None:
+                piece = await stream.next()
+                yield Part(None, piece)
+        finally:
+            await stream.close()
+
+    async def _first(self, request: GenerationRequest, caller: Caller, stream: TokenStream, claim: Claim) -> Piece:
+        """Waits for the first tokens, the failure of the load, or the end of patience."""
+        patience_s = None
+        if on_not_ready(request.fallback, caller) is not None:
+            patience_s = self._limits.fallback_after_s
+            if request.deadline_s is not None:
+                patience_s = min(patience_s, request.deadline_s / 2)
+        first = asyncio.ensure_future(stream.next())
+        try:
+            waited: set[asyncio.Future[Any]] = {first, claim.loaded}
+            await asyncio.wait(waited, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            if first.done() and first.exception() is None:
+                return first.result()
+            error = claim.loaded.exception() if claim.loaded.done() else None
+            if isinstance(error, VeneerError):
+                raise _NotReadyError(error)
+            if not claim.loaded.done() and not first.done():
+                raise _NotReadyError(UnavailableError("the version is not loaded yet", retry_after_s=1.0))
+            return await first
+        finally:
+            first.cancel()
+
+    def _open(self, request: GenerationRequest, submit: Submit) -> TokenStream:
+        return TokenStream(
+            self._engine.submit(submit),
+            detokenizer=self._prompts.detokenizer(),
+            stops=StopStrings(request.choice.stop),
+            stop_ids=submit.sampling.stop_token_ids,
+            max_bytes=self._limits.max_buffer_bytes,
+            slow_reader_s=self._limits.slow_reader_s,
+        )
+
+    def _bind(self, request: GenerationRequest, answer: Answer) -> Served:
+        """Says what answers, once for the request's whole life.
+
+        Raises:
+            VeneerError: The reference is refused and the base must not answer.
+        """
+        request_id = request.request_id or uuid.uuid4().hex
+        outcome = answer.outcome
+        if isinstance(outcome, Refusal):
+            reason = on_refusal(outcome, request.fallback, answer.caller)
+            return Served(request_id, self._base_digest, fallback=reason)
+        if not outcome.arms:
+            return Served(request_id, self._base_digest)
+        sticky = bool(request.split_unit)
+        weights = [arm.weight for arm in outcome.arms]
+        index = draw_arm(weights, salt=outcome.split_salt, unit=request.split_unit or request_id, sticky=sticky)
+        arm = outcome.arms[index]
+        if arm.state != "READY":
+            raise FailedPreconditionError("the version that the alias names for this request cannot be served now")
+        return Served(
+            request_id,
+            self._base_digest,
+            version=arm.version,
+            owner=outcome.owner,
+            adapter=outcome.adapter,
+            version_number=arm.number,
+            alias=outcome.alias,
+            generation=outcome.generation,
+            arm=index,
+            sticky=sticky,
+        )
+
+    def _submit(self, request: GenerationRequest, caller: Caller, budget: Budget, served: Served, *, seed: int) -> Submit:
+        choice = request.choice
+        eos_ids = () if choice.ignore_eos else self._prompts.eos_ids
+        sampling = Sampling(
+            max_tokens=budget.max_tokens,
+            temperature=choice.temperature,
+            top_p=choice.top_p,
+            top_k=choice.top_k,
+            min_p=choice.min_p,
+            repetition_penalty=choice.repetition_penalty,
+            seed=seed,
+            stop_token_ids=tuple(dict.fromkeys((*eos_ids, *choice.stop_token_ids))),
+        )
+        return Submit(
+            request_id=uuid.uuid4().hex,  # the caller's own identifier need not be unique
+            tenant=caller.tenant,
+            prompt=budget.ids,
+            sampling=sampling,
+            version=served.version,
+            deadline_s=request.deadline_s,
+            weight=caller.weight,
+            cache_salt=hmac.digest(caller.cache_salt, b"veneer.cache\0" + request.sub_salt, hashlib.sha256).hex(),
+        )
+
+    @contextmanager
+    def _place(self, caller: Caller) -> Iterator[None]:
+        """A place among the running streams."""
+        if self.draining:
+            raise UnavailableError("the node is draining", retry_after_s=0.1)
+        if self._streams.total() >= self._limits.max_streams:
+            raise ResourceExhaustedError(f"the node runs {self._limits.max_streams} streams already", retry_after_s=1.0)
+        if self._streams[caller.tenant] >= self._limits.max_streams_per_tenant:
+            raise ResourceExhaustedError(
+                f"the tenant runs {self._limits.max_streams_per_tenant} streams already", retry_after_s=1.0
+            )
+        self._streams[caller.tenant] += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._streams[caller.tenant] -= 1
+            if not self._streams[caller.tenant]:
+                del self._streams[caller.tenant]
+            if not self._streams:
+                self._idle.set()
+
+
+class _NotReadyError(Exception):
+    """The version cannot be loaded in time; `cause` is the answer where the base must not take over."""
+
+    def __init__(self, cause: VeneerError) -> None:
+        super().__init__(cause.message)
+        self.cause = cause

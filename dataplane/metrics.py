@@ -1,0 +1,181 @@
+"""Prometheus metrics: the names that routers of the vLLM ecosystem read, and our own beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from dataplane.engine.messages import State
+from dataplane.token_stream import Piece
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_OTHER = "other"
+
+
+@dataclass(slots=True)
+class RequestTimer:
+    """When one request began and when its last piece went out, in monotonic seconds. Owned by that request."""
+
+    tenant: str
+    started_s: float
+    last_s: float | None = None
+
+
+class Metrics:
+    """All metrics of the data plane. Owned by the event loop; the page is rendered on another thread.
+
+    Args:
+        registry: Where they are registered.
+        base_name: Name of the base, the label `model_name`.
+        max_tenants: Tenants with a label of their own; the others share `other`.
+        max_versions: Versions listed in `vllm:lora_requests_info` at most.
+    """
+
+    def __init__(self, registry: CollectorRegistry, *, base_name: str, max_tenants: int = 1000, max_versions: int = 1000) -> None:
+        self._max_tenants = max_tenants
+        self._max_versions = max_versions
+        self._tenants: set[str] = set()
+        labels = ("model_name",)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, labels, registry=registry).labels(base_name)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(name, text, labels, buckets=_SECONDS, registry=registry).labels(base_name)
+
+        def counter(name: str, text: str, labels: Iterable[str]) -> Counter:
+            return Counter(name, text, tuple(labels), registry=registry)
+
+        self._running = gauge("vllm:num_requests_running", "Requests that run.")
+        self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait.")
+        self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Used part of the KV pages; 1 is all.")
+        self._cache_config = Gauge("vllm:cache_config_info", "Always 1.", ("block_size", "num_gpu_blocks"), registry=registry)
+        self._lora_info = Gauge(
+            "vllm:lora_requests_info",
+            "Time of the last look, in seconds since 1970; adapters on the device and adapters that requests wait for.",
+            ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+            registry=registry,
+        )
+        self._first_token = histogram("vllm:time_to_first_token_seconds", "From the request to its first token.")
+        self._inter_token = histogram("vllm:inter_token_latency_seconds", "Between two tokens of a request.")
+        self._whole = histogram("vllm:e2e_request_latency_seconds", "From the request to its last token.")
+        self._prompt_tokens = Counter("vllm:prompt_tokens", "Tokens of prompts.", labels, registry=registry).labels(base_name)
+        self._generation_tokens = Counter("vllm:generation_tokens", "Tokens generated.", labels, registry=registry).labels(
+            base_name
+        )
+
+        self._load_seconds = Histogram(
+            "veneer_adapter_load_seconds", "Time of loads by hop.", ("origin", "target"), buckets=_SECONDS, registry=registry
+        )
+        self._load_failures = counter("veneer_adapter_load_failures", "Loads that failed for good.", ["status"])
+        self._evictions = counter("veneer_adapter_evictions", "Adapters that made room.", ["level"])
+        self._corruptions = counter("veneer_adapter_corruptions", "Bytes found corrupt.", ["level"])
+        self._prefetches = counter("veneer_adapter_prefetch", "Hints acted on.", ["outcome"])
+        self._hits = Gauge(
+            "veneer_adapter_hits",
+            "Requests by where they found their version, since the engine's start.",
+            ("level",),
+            registry=registry,
+        )
+        self._resident_bytes = Gauge("veneer_adapter_resident_bytes", "Bytes of adapters.", ("level",), registry=registry)
+        self._rank_rows = Gauge("veneer_adapter_resident_rank_rows", "Sum of the ranks on the device.", registry=registry)
+        self._leases = Gauge("veneer_adapter_leases", "Leases held by running requests.", registry=registry)
+        self._fallbacks = counter("veneer_fallbacks", "Requests that the base answered in place of an adapter.", ["reason"])
+        self._tenant_tokens = counter("veneer_tenant_tokens", "Tokens by tenant.", ["tenant", "kind"])
+        self._not_finite = counter("veneer_not_finite", "Requests that ended since their logits were not finite.", [])
+        self._catalog_age = Gauge("veneer_catalog_age_seconds", "Time since all committed changes were known.", registry=registry)
+        self._resolve = Gauge(
+            "veneer_resolve_answers", "Answers of the resolve cache, since start.", ("kind",), registry=registry
+        )
+        self._hints_connected = Gauge("veneer_hints_connected", "1 while hints are subscribed to.", registry=registry)
+        self._engine_starts = counter("veneer_engine_starts", "Starts of the engine.", [])
+
+    def timer(self, tenant: str, started_s: float) -> RequestTimer:
+        """Returns what times one request."""
+        return RequestTimer(self._tenant(tenant), started_s)
+
+    def saw(self, timer: RequestTimer, piece: Piece) -> None:
+        """Counts a piece of a request that goes out now."""
+        now_s = time.monotonic()
+        num_tokens = len(piece.ids)
+        if timer.last_s is None:
+            self._first_token.observe(now_s - timer.started_s)
+        else:
+            for _ in range(num_tokens):
+                self._inter_token.observe((now_s - timer.last_s) / num_tokens)
+        timer.last_s = now_s
+        self._generation_tokens.inc(num_tokens)
+        self._tenant_tokens.labels(timer.tenant, "completion").inc(num_tokens)
+        if piece.end is not None:
+            self._whole.observe(now_s - timer.started_s)
+            self._prompt_tokens.inc(piece.end.prompt_tokens)
+            self._tenant_tokens.labels(timer.tenant, "prompt").inc(piece.end.prompt_tokens)
+
+    def loaded(self, origin: str, target: str, seconds: float) -> None:
+        """A version moved one hop up."""
+        self._load_seconds.labels(origin, target).observe(seconds)
+
+    def load_failed(self, status: str) -> None:
+        """A version cannot be had."""
+        self._load_failures.labels(status).inc()
+
+    def evicted(self, level: str) -> None:
+        """A version made room."""
+        self._evictions.labels(level).inc()
+
+    def corrupt(self, level: str) -> None:
+        """Bytes were found corrupt."""
+        self._corruptions.labels(level).inc()
+
+    def prefetched(self, outcome: str) -> None:
+        """A hint was looked at."""
+        self._prefetches.labels(outcome).inc()
+
+    def fell_back(self, reason: str) -> None:
+        """The base answered in place of an adapter."""
+        self._fallbacks.labels(reason).inc()
+
+    def not_finite(self) -> None:
+        """A request's logits were not finite."""
+        self._not_finite.inc()
+
+    def engine_started(self) -> None:
+        """An engine was started."""
+        self._engine_starts.inc()
+
+    def show_engine(self, state: State, *, page_size: int, max_slots: int) -> None:
+        """Shows the engine's counters."""
+        self._running.set(state.running)
+        self._waiting.set(state.waiting)
+        self._kv_usage.set(state.kv_pages_used / max(state.kv_pages_total, 1))
+        self._cache_config.labels(page_size, state.kv_pages_total).set(1)
+        on_device = [holding for holding in state.holdings if holding.place == "device"]
+        waiting = [holding.version for holding in state.holdings if holding.place == "loading"]
+        self._lora_info.clear()
+        names = ",".join(holding.version for holding in on_device[: self._max_versions])
+        self._lora_info.labels(max_slots, names, ",".join(waiting[: self._max_versions])).set(time.time())
+        for level, count in (("device", state.device_hits), ("host", state.host_hits), ("store", state.store_loads)):
+            self._hits.labels(level).set(count)
+        self._resident_bytes.labels("device").set(state.arena_bytes_used)
+        self._rank_rows.set(sum(holding.rank for holding in on_device))
+        self._leases.set(state.leases)
+
+    def show_host(self, num_bytes: int) -> None:
+        """Shows the host cache's size."""
+        self._resident_bytes.labels("host").set(num_bytes)
+
+    def show_catalog(self, *, age_s: float, answers: dict[str, int], hints_connected: bool) -> None:
+        """Shows how fresh the node's knowledge is."""
+        self._catalog_age.set(age_s)
+        for kind, count in answers.items():
+            self._resolve.labels(kind).set(count)
+        self._hints_connected.set(hints_connected)
+
+    def _tenant(self, tenant: str) -> str:
+        if tenant not in self._tenants and len(self._tenants) >= self._max_tenants:
+            return _OTHER
+        self._tenants.add(tenant)
+        return tenant

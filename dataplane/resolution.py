@@ -1,0 +1,86 @@
+"""What the control plane says about a caller and an adapter reference, as the data plane keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An adapter reference as the caller wrote it.
+
+    Attributes:
+        adapter: Name; empty for the base itself.
+        owner: Tenant that owns it; empty for the caller's own.
+        alias: Alias; empty for the default alias, unless `version` is set.
+        version: Digest of a version; empty when an alias is meant.
+    """
+
+    adapter: str = ""
+    owner: str = ""
+    alias: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls.
+
+    Attributes:
+        tenant: Name of the tenant.
+        key_id: Identifier of the key, for logs.
+        fallback_allowed: Whether the tenant lets the base answer in place of an adapter.
+        weight: Share of the tenant relative to others.
+        cache_salt: Secret of the tenant, part of every cache key.
+        expire_unix_s: When the key ends by itself, by the control plane's clock; None for never.
+    """
+
+    tenant: str
+    key_id: str
+    fallback_allowed: bool
+    weight: int
+    cache_salt: bytes
+    expire_unix_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A version that may answer, with its share."""
+
+    version: str
+    number: int
+    weight: int
+    max_rank: int
+    size_bytes: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What a reference means: no arms for the base itself."""
+
+    owner: str
+    adapter: str
+    alias: str
+    generation: int
+    arms: tuple[Arm, ...]
+    split_salt: bytes
+
+
+class Refusal(Enum):
+    """Why a reference has no resolution."""
+
+    NOT_FOUND = "not found"
+    ROLE = "role"
+    BASE_MISMATCH = "base mismatch"
+    RETIRED = "retired"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of the control plane."""
+
+    caller: Caller
+    outcome: Resolution | Refusal
