@@ -11,6 +11,7 @@ INSTALLED := .venv/.installed
 STUBS := .venv/.stubs
 PROTOS := $(shell find proto -name '*.proto')
 BENCH_JSON ?= bench.json
+LAST_RELEASE = $(shell git describe --tags --abbrev=0 --match "v*" 2>/dev/null)
 
 .PHONY: help demo up down test test-long check lint type proto bench format
 
@@ -39,6 +40,7 @@ lint: $(STUBS) ## style, layers and the API's files
 	@$(BIN)/ruff format --quiet --check . || { echo 'run: make format'; exit 1; }
 	@$(BIN)/lint-imports --no-logo --no-color --no-timings > .venv/layers.log || { cat .venv/layers.log; exit 1; }
 	@$(BIN)/buf lint
+	@test -z '$(LAST_RELEASE)' || $(BIN)/buf breaking --against '.git#tag=$(LAST_RELEASE)'
 	@$(BIN)/buf format --diff --exit-code > .venv/buf.log || { cat .venv/buf.log; echo 'run: make format'; exit 1; }
 	@echo 'lint: ok'
 
