@@ -39,6 +39,14 @@ def test_it_holds_every_tracked_module_of_the_packages(wheel: zipfile.ZipFile) -
     assert missing == []
 
 
+def test_it_holds_the_migrations_beside_the_module_that_runs_them(wheel: zipfile.ZipFile) -> None:
+    revisions = sorted(path.name for path in (ROOT / "migrations" / "versions").glob("*.py"))
+
+    assert revisions
+    assert [name for name in revisions if f"controlplane/migrations/versions/{name}" not in wheel.namelist()] == []
+    assert "controlplane/migrations/env.py" in wheel.namelist()
+
+
 def test_it_installs_no_other_top_level_name(wheel: zipfile.ZipFile) -> None:
     top = {name.partition("/")[0] for name in wheel.namelist() if ".dist-info/" not in name}
 
