@@ -1,0 +1,9 @@
+"""`python -m dataplane.engine --fd N`: one engine on an inherited socket; started by `EngineClient`."""
+
+from __future__ import annotations
+
+import sys
+
+from dataplane.engine.process import main
+
+sys.exit(main())

@@ -1,0 +1,193 @@
+"""Moves adapter images from host memory to the arena beside the step loop, which never waits for it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataplane.engine.config import EngineConfig
+from dataplane.engine.messages import Fail, Moved, Wanted
+from dataplane.lora.arena import Arena
+from dataplane.lora.image import CorruptImageError, Image, open_image
+from dataplane.lora.residency import Lease, LoadPlan, Residency
+from veneer.errors import InvalidArgumentError, VeneerError, Violation
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    plan: LoadPlan
+    image: Image
+    seconds: float
+
+
+Note = Moved | Wanted | Fail
+"""What the step loop has to hear: events for the serving process, and versions whose waiting requests must end."""
+
+
+class DeviceAdapters:
+    """Residency, arena and the thread that copies between host memory and arena.
+
+    The step loop calls everything but `_run`. The copying thread opens and checks images and copies bytes into units that no step
+    reads; the step loop itself makes a copied image visible, between two steps (`settle`).
+
+    Args:
+        config: Settings.
+        arena: Where images go.
+        wake: Called, from the copying thread, when `settle` has something to do.
+    """
+
+    def __init__(self, config: EngineConfig, arena: Arena, *, wake: threading.Event) -> None:
+        self._config = config
+        self._arena = arena
+        self._wake = wake
+        self.residency = Residency(config.max_slots, num_units=arena.num_units, unit_bytes=config.arena_unit_bytes)
+        self._paths: dict[str, Path] = {}
+        self._asked: set[str] = set()
+        self._work: queue.SimpleQueue[tuple[str, Path] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Copied | Note] = queue.SimpleQueue()
+        self._poked = False
+        self._blocked = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="adapter-loader", daemon=True)
+        self._thread.start()
+
+    def acquire(self, version: str) -> Lease | None:
+        """See `Residency.acquire`."""
+        return self.residency.acquire(version)
+
+    def want(self, version: str) -> bool:
+        """Remembers the version as wanted unless it is on the device; returns whether it is."""
+        lease = self.residency.acquire(version)
+        if lease is None:
+            return False
+        self.release(lease)
+        return True
+
+    def release(self, lease: Lease) -> None:
+        """See `Residency.release`."""
+        if self.residency.release(lease):
+            self._arena.clear(lease.slot)
+
+    def withdraw(self, version: str) -> None:
+        """See `Residency.withdraw`."""
+        self.residency.withdraw(version)
+        self._asked.discard(version)
+
+    def is_starved(self, version: str) -> bool:
+        """Whether the version's image is in host memory and the last attempt to load found no room."""
+        return self._blocked and version in self._paths
+
+    def stage(self, version: str, path: str) -> None:
+        """Hears that a version's image lies at a path; it is opened beside the step loop."""
+        self._asked.discard(version)
+        self._work.put((version, Path(path)))
+
+    def unstage(self, version: str, *, drop_device: bool) -> None:
+        """Hears that a version's image is gone from host memory."""
+        self._paths.pop(version, None)
+        self._asked.discard(version)
+        self.residency.unstage(version, drop_device=drop_device)
+
+    def is_in_host(self, version: str) -> bool:
+        """Whether an image of the version is known in host memory."""
+        return version in self._paths
+
+    def poke(self) -> None:
+        """Lets the copying thread look for work: something is wanted, or room came free."""
+        if not self._poked:
+            self._poked = True
+            self._work.put(None)
+
+    def settle(self) -> list[Note]:
+        """Makes what was copied visible; called between steps. Returns what happened since the last call."""
+        notes: list[Note] = []
+        while not self._done.empty():
+            done = self._done.get()
+            if isinstance(done, _Copied):
+                self._publish(done, notes)
+            else:
+                if isinstance(done, Fail) or (isinstance(done, Moved) and done.place == "corrupt"):
+                    self._paths.pop(done.version, None)
+                    self._asked.discard(done.version)
+                notes.append(done)
+        missing = self.residency.missing()
+        for version in missing:
+            if version not in self._asked and version not in self._paths:
+                self._asked.add(version)
+                notes.append(Wanted(version))
+        if self.residency.wanted():
+            self.poke()
+        return notes
+
+    def stop(self) -> None:
+        """Ends the copying thread."""
+        self._stopping = True
+        self._work.put(None)
+        self._thread.join(timeout=30)
+
+    def _publish(self, done: _Copied, notes: list[Note]) -> None:
+        plan = done.plan
+        for evicted in plan.evicted:
+            if evicted.slot != plan.slot:
+                self._arena.clear(evicted.slot)
+        self._arena.publish(plan.slot, done.image, plan.extents)
+        if self.residency.commit(plan) is None:
+            self._arena.clear(plan.slot)
+        else:
+            notes.append(Moved(plan.version, "device", done.seconds))
+
+    def _run(self) -> None:
+        """The copying thread."""
+        while True:
+            work = self._work.get()
+            if self._stopping:
+                return
+            if work is not None:
+                self._open(*work)
+            else:
+                self._poked = False
+            while not self._stopping and (plan := self.residency.next_load()) is not None:
+                self._blocked = False
+                self._copy(plan)
+            self._blocked = any(version in self._paths for version in self.residency.wanted())
+
+    def _open(self, version: str, path: Path) -> None:
+        try:
+            image = open_image(path, version=version, dtype=self._config.dtype)
+            self._arena.check(image)
+            if image.rank > self._config.max_rank:
+                violation = Violation("rank", f"must be at most {self._config.max_rank}, is {image.rank}")
+                raise InvalidArgumentError.of([violation])
+            self._paths[version] = path
+            self.residency.stage(version, rank=image.rank, blocks=image.block_bytes)
+        except (CorruptImageError, OSError):
+            self._report(Moved(version, "corrupt"))
+        except VeneerError as error:
+            self._report(Fail(version, error.status, error.message))
+        else:
+            self._wake.set()
+
+    def _copy(self, plan: LoadPlan) -> None:
+        started = time.monotonic()
+        for evicted in plan.evicted:
+            self._report(Moved(evicted.version, "host"))
+        path = self._paths.get(plan.version)
+        try:
+            if path is None:
+                raise CorruptImageError("the image was taken away")
+            image = open_image(path, version=plan.version, dtype=self._config.dtype)
+            self._arena.copy(image, plan.extents)
+        except (CorruptImageError, OSError):
+            self.residency.fail(plan, retry=False)
+            if path is not None:
+                self._report(Moved(plan.version, "corrupt"))
+            return
+        self._done.put(_Copied(plan, image, time.monotonic() - started))
+        self._wake.set()
+
+    def _report(self, note: Note) -> None:
+        self._done.put(note)
+        self._wake.set()

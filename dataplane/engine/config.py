@@ -1,0 +1,101 @@
+"""Settings of one engine, as they travel to its process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from veneer.errors import InvalidArgumentError, Violation
+
+_CHOICES = {"dtype": ("float32", "bfloat16", "float16")}
+_AT_LEAST_ONE = (
+    "max_sequences",
+    "max_step_tokens",
+    "page_size",
+    "kv_bytes",
+    "arena_unit_bytes",
+    "max_slots",
+    "max_rank",
+    "max_waiting",
+)
+_AT_LEAST_ZERO = ("num_threads", "arena_bytes", "max_context")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Limits and sizes of one engine.
+
+    Attributes:
+        model_dir: Hugging Face folder of the base model.
+        device: `cpu`, or a torch device name.
+        dtype: Weights, activations and KV cache: float32, bfloat16 or float16.
+        num_threads: Threads of the math library; 0 leaves its own choice.
+        max_sequences: Sequences that run at the same time.
+        max_step_tokens: Rows of one step; at least `max_sequences`.
+        page_size: Tokens in a KV page.
+        kv_bytes: Memory for KV pages.
+        arena_bytes: Memory for adapters on the device; 0 serves the base only.
+        arena_unit_bytes: Unit in which the arena is handed out.
+        max_slots: Adapters on the device at most.
+        max_rank: Largest rank of an adapter.
+        max_step_rank_rows: Rank rows of all adapters that run at the same time, each rounded up to a multiple of 16.
+        max_context: Tokens of prompt and output together; 0 takes the model's own limit.
+        max_waiting: Requests that wait at most.
+    """
+
+    model_dir: str
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    num_threads: int = 0
+    max_sequences: int = 64
+    max_step_tokens: int = 512
+    page_size: int = 16
+    kv_bytes: int = 1 << 30
+    arena_bytes: int = 256 << 20
+    arena_unit_bytes: int = 2 << 20
+    max_slots: int = 64
+    max_rank: int = 64
+    max_step_rank_rows: int = 1024
+    max_context: int = 0
+    max_waiting: int = 10_000
+
+    def __post_init__(self) -> None:
+        """Checks every field.
+
+        Raises:
+            InvalidArgumentError: Lists every value that is out of range.
+        """
+        faults = [
+            Violation(name, f"must be one of {', '.join(allowed)}, is {getattr(self, name)!r}")
+            for name, allowed in _CHOICES.items()
+            if getattr(self, name) not in allowed
+        ]
+        for names, least in ((_AT_LEAST_ONE, 1), (_AT_LEAST_ZERO, 0)):
+            faults += [
+                Violation(name, f"must be at least {least}, is {getattr(self, name)}")
+                for name in names
+                if getattr(self, name) < least
+            ]
+        if self.max_step_tokens < self.max_sequences:
+            faults.append(
+                Violation("max_step_tokens", f"must be at least max_sequences = {self.max_sequences}, is {self.max_step_tokens}")
+            )
+        if self.max_step_rank_rows % 16 or self.max_step_rank_rows < self.max_rank:
+            faults.append(
+                Violation(
+                    "max_step_rank_rows",
+                    f"must be a multiple of 16 and at least max_rank = {self.max_rank}, is {self.max_step_rank_rows}",
+                )
+            )
+        if faults:
+            raise InvalidArgumentError.of(faults)
+
+    def to_json(self) -> str:
+        """Returns one line of JSON."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> EngineConfig:
+        """Reads what `to_json` wrote."""
+        return cls(**json.loads(text))

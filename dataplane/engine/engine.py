@@ -1,0 +1,201 @@
+"""The step loop: commands in, plan, run, commit, events out."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from dataplane.engine.adapters import DeviceAdapters
+from dataplane.engine.config import EngineConfig
+from dataplane.engine.intake import check_submit
+from dataplane.engine.kv_cache import PagePool
+from dataplane.engine.memory import available_bytes, check_fits, plan_memory
+from dataplane.engine.messages import (
+    Abort,
+    Command,
+    Event,
+    Fail,
+    Failed,
+    Holding,
+    Query,
+    Ready,
+    Stage,
+    State,
+    Stop,
+    Submit,
+    Tokens,
+    Unstage,
+)
+from dataplane.engine.plan import Plan
+from dataplane.engine.runner import Runner
+from dataplane.engine.scheduler import Limits, Scheduler
+from dataplane.model.config import read_config
+from veneer.errors import VeneerError
+
+Emit = Callable[[Sequence[Event]], None]
+"""Takes the events of one turn of the loop; called from the loop's thread; must not block."""
+
+_IDLE_S = 60.0
+
+
+class Engine:
+    """Everything between commands and events. `send` may be called from any thread; `run` is the loop and owns all the rest.
+
+    Args:
+        config: Settings.
+        emit: Where events go.
+
+    Raises:
+        InvalidArgumentError: The model folder cannot be served.
+        FailedPreconditionError: The settings do not fit into memory.
+    """
+
+    def __init__(self, config: EngineConfig, emit: Emit) -> None:
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        model = read_config(Path(config.model_dir))
+        memory = plan_memory(config, model)
+        available = available_bytes(torch.device(config.device))
+        check_fits(memory, available)
+        self._emit = emit
+        self._vocab_size = model.vocab_size
+        self._max_context = memory.max_context
+        self._wake = threading.Event()
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._runner = Runner(config, model, memory)
+        self._adapters = DeviceAdapters(config, self._runner.arena, wake=self._wake)
+        self._pool = PagePool(memory.num_pages, config.page_size)
+        limits = Limits(
+            max_sequences=config.max_sequences,
+            max_step_tokens=config.max_step_tokens,
+            max_step_rank_rows=config.max_step_rank_rows,
+            max_context=memory.max_context,
+            max_waiting=config.max_waiting,
+        )
+        self._scheduler = Scheduler(limits, self._pool, self._adapters)
+        self._unit_bytes = config.arena_unit_bytes
+        self._arena_bytes = self._runner.arena.num_units * config.arena_unit_bytes
+        self._stopping = False
+        self._steps = self._generated = self._mixed_steps = 0
+        self._max_adapters = self._max_rows = 0
+        self._device_hits = self._host_hits = self._store_loads = 0
+        self.ready = Ready(memory.lines(available), memory.max_context, model.vocab_size)
+
+    def send(self, command: Command) -> None:
+        """Hands a command to the loop."""
+        self._inbox.put(command)
+        self._wake.set()
+
+    def run(self) -> None:
+        """Runs until `Stop`. An exception ends every request UNAVAILABLE and is raised again: the state is in doubt then."""
+        message = "the engine stops"
+        try:
+            self._emit((self.ready,))
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            message = f"the engine failed: {type(error).__name__}"
+            raise
+        finally:
+            self._emit([Failed(request_id, "UNAVAILABLE", message) for request_id in self._scheduler.request_ids])
+            self._adapters.stop()
+
+    def _turn(self) -> None:
+        """One turn: commands, adapters, deadlines, one step; or a wait for the first of those."""
+        self._wake.clear()
+        events: list[Event] = []
+        while not self._inbox.empty():
+            self._handle(self._inbox.get(), events)
+        for note in self._adapters.settle():
+            if isinstance(note, Fail):
+                events += self._scheduler.fail_waiting(note.version, status=note.status, message=note.message)
+            else:
+                events.append(note)
+        events += self._scheduler.expire(time.monotonic())
+        plan = self._scheduler.schedule()
+        if plan is not None and plan.rows:
+            self._count(plan)
+            outcome = self._scheduler.commit(plan, self._runner.run(plan))
+            self._generated += len(outcome.deltas)
+            if outcome.deltas:
+                events.append(Tokens(outcome.deltas))
+            events += outcome.failed
+            events += outcome.not_finite
+        if events:
+            self._emit(events)
+        if plan is None or not plan.rows:
+            deadline = self._scheduler.next_deadline
+            timeout = _IDLE_S if deadline is None else min(_IDLE_S, max(0.0, deadline - time.monotonic()))
+            if not self._stopping:
+                self._wake.wait(timeout)
+
+    def _handle(self, command: Command, events: list[Event]) -> None:
+        match command:
+            case Submit():
+                self._submit(command, events)
+            case Abort(request_id):
+                self._scheduler.abort(request_id)
+            case Stage(version, path):
+                self._adapters.stage(version, path)
+            case Unstage(version, drop_device):
+                self._adapters.unstage(version, drop_device=drop_device)
+            case Fail(version, status, message):
+                events += self._scheduler.fail_waiting(version, status=status, message=message)
+            case Query(token):
+                events.append(self._state(token))
+            case Stop():
+                self._stopping = True
+
+    def _submit(self, submit: Submit, events: list[Event]) -> None:
+        try:
+            check_submit(submit, vocab_size=self._vocab_size, max_context=self._max_context)
+            self._scheduler.add(submit, time.monotonic())
+        except VeneerError as error:
+            events.append(Failed(submit.request_id, error.status, error.message))
+            return
+        if submit.version is not None:
+            if self._adapters.want(submit.version):
+                self._device_hits += 1
+            elif self._adapters.is_in_host(submit.version):
+                self._host_hits += 1
+            else:
+                self._store_loads += 1
+
+    def _count(self, plan: Plan) -> None:
+        slots = {rows.slot for rows in plan.rows}
+        num_adapters = len(slots - {-1})
+        self._steps += 1
+        self._max_adapters = max(self._max_adapters, num_adapters)
+        self._max_rows = max(self._max_rows, plan.num_tokens)
+        self._mixed_steps += len(slots) > 1
+
+    def _state(self, token: int) -> State:
+        residency, scheduler = self._adapters.residency, self._scheduler
+        holdings = residency.holdings()
+        return State(
+            token=token,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            kv_pages_used=scheduler.num_pages_used,
+            kv_pages_total=self._pool.num_pages,
+            arena_bytes_used=residency.units_used * self._unit_bytes,
+            arena_bytes_total=self._arena_bytes,
+            leases=sum(holding.leases for holding in holdings),
+            steps=self._steps,
+            max_adapters_in_step=self._max_adapters,
+            max_rows_in_step=self._max_rows,
+            mixed_steps=self._mixed_steps,
+            generated_tokens=self._generated,
+            device_hits=self._device_hits,
+            host_hits=self._host_hits,
+            store_loads=self._store_loads,
+            evictions=residency.counters.evictions,
+            holdings=tuple(
+                Holding(item.version, item.place, item.rank, item.size_bytes, item.leases, item.epoch) for item in holdings
+            ),
+        )

@@ -1,0 +1,119 @@
+"""The memory plan of an engine: what it will take, checked against what there is, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dataplane.engine.config import EngineConfig
+from dataplane.model.config import LlamaConfig
+from dataplane.model.llama import weight_bytes
+from veneer.errors import FailedPreconditionError
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_MIB = 1 << 20
+
+
+class DoesNotFitError(FailedPreconditionError):
+    """The settings ask for more memory than there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by purpose.
+
+    Attributes:
+        weights: Base weights.
+        workspace: Activations, logits and gathered rank rows of the largest step.
+        arena: Adapters.
+        kv: KV pages.
+        num_pages: KV pages that can be handed out.
+        max_context: Tokens of one sequence at most: the least of the model's, the setting's and what all pages hold.
+    """
+
+    weights: int
+    workspace: int
+    arena: int
+    kv: int
+    num_pages: int
+    max_context: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.workspace + self.arena + self.kv
+
+    def lines(self, available: int | None) -> tuple[str, ...]:
+        """Returns the plan as a table to print."""
+        table = [
+            ("base weights", self.weights, ""),
+            ("step workspace", self.workspace, ""),
+            ("adapter arena", self.arena, ""),
+            ("KV pages", self.kv, f"{self.num_pages} pages, context of {self.max_context} tokens"),
+            ("total", self.total, "" if available is None else f"of {available / _MIB:,.0f} MiB available"),
+        ]
+        return tuple(f"{name:<16}{size / _MIB:>10,.1f} MiB  {note}".rstrip() for name, size, note in table)
+
+
+def plan_memory(config: EngineConfig, model: LlamaConfig) -> MemoryPlan:
+    """Computes the plan.
+
+    Raises:
+        DoesNotFitError: `kv_bytes` holds less than two pages.
+    """
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    page_bytes = model.num_layers * 2 * config.page_size * model.kv_size * dtype.itemsize
+    num_pages = config.kv_bytes // page_bytes - 1
+    if num_pages < 1:
+        raise DoesNotFitError(f"kv_bytes = {config.kv_bytes} is less than two KV pages of {page_bytes} bytes")
+    limits = [model.max_context, num_pages * config.page_size]
+    if config.max_context:
+        limits.append(config.max_context)
+    max_context = min(limits)
+    per_row = 4 * model.hidden + 3 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate
+    logits = config.max_sequences * model.vocab_size * (dtype.itemsize + 3 * 4)
+    gathered_pages = 2 * config.max_sequences * -(-max_context // config.page_size) * page_bytes // model.num_layers
+    rank_row = model.num_layers * (
+        3 * model.hidden + 2 * model.q_size + 2 * model.kv_size + 3 * model.hidden + 3 * model.intermediate
+    )
+    return MemoryPlan(
+        weights=weight_bytes(model, dtype),
+        workspace=config.max_step_tokens * per_row * dtype.itemsize
+        + logits
+        + min(gathered_pages, 2 * config.kv_bytes // model.num_layers)
+        + (config.max_step_rank_rows * rank_row * dtype.itemsize if config.arena_bytes else 0),
+        arena=config.arena_bytes,
+        kv=(num_pages + 1) * page_bytes,
+        num_pages=num_pages,
+        max_context=max_context,
+    )
+
+
+def check_fits(plan: MemoryPlan, available: int | None) -> None:
+    """Refuses a plan that is larger than the memory there is (None: unknown).
+
+    Raises:
+        DoesNotFitError: Carries the whole table.
+    """
+    if available is not None and plan.total > available:
+        raise DoesNotFitError("the settings do not fit into memory:\n" + "\n".join(plan.lines(available)))
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Returns the free memory of the device; for the CPU the machine's, or what the control group leaves if that is less."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    limits = []
+    if _MEMINFO.exists():
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(int(line.split()[1]) * 1024)
+    try:
+        limits.append(int((_CGROUP / "memory.max").read_text()) - int((_CGROUP / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return min(limits, default=None)

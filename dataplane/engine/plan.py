@@ -1,0 +1,60 @@
+"""The records between scheduler and runner: what one step computes, and what became of it. Integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dataplane.engine.messages import Delta, Failed, NotFinite, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRows:
+    """Consecutive rows of one sequence in a step.
+
+    Attributes:
+        seat: The sequence's row in per-sequence device state.
+        slot: Its adapter's slot, -1 for the base.
+        start: Position of the first row.
+        count: Number of rows.
+        ids: Token ids of the rows that are known; when one is missing, the last row's id is the token sampled last for this seat.
+        new_pages: Pages added to the sequence's table with this step; they must be cleared first.
+        num_pages_before: Entries of the table that were there already.
+        sampling: How to choose the token after the last row; None when the rows do not reach the end of the sequence.
+        sample_index: Index of that token in the output.
+        history: Prompt and output so far when the seat's seen tokens must be set up (a repetition penalty, first rows), else None.
+    """
+
+    seat: int
+    slot: int
+    start: int
+    count: int
+    ids: tuple[int, ...]
+    new_pages: tuple[int, ...]
+    num_pages_before: int
+    sampling: Sampling | None
+    sample_index: int
+    history: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. Single rows come first, then longer chunks; each group is ordered by slot.
+
+    Attributes:
+        rows: What to compute.
+        num_tokens: Rows in all.
+        missed: Versions of waiting requests that are not on the device.
+    """
+
+    rows: tuple[PlannedRows, ...]
+    num_tokens: int
+    missed: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a committed step means for requests."""
+
+    deltas: tuple[Delta, ...]
+    failed: tuple[Failed, ...]
+    not_finite: tuple[NotFinite, ...]

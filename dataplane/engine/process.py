@@ -1,0 +1,93 @@
+"""The engine's own process: commands and events as JSON lines over a socket that its parent made."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+
+from dataplane.engine.config import EngineConfig
+from dataplane.engine.messages import Command, Event, Failed, Stop, decode, encode
+from veneer.errors import InternalError, VeneerError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves one engine on a socket and returns the exit status.
+
+    The first line that comes is the `EngineConfig`; then commands. The first event is `Ready`, or `Failed` without a request id when
+    the engine cannot start. The process ends with its parent: by the kernel's signal where there is one, and at the end of the
+    socket's stream.
+    """
+    parser = argparse.ArgumentParser(prog="dataplane.engine", description="One engine on an inherited socket.")
+    parser.add_argument("--fd", type=int, required=True, help="descriptor of a connected stream socket")
+    arguments = parser.parse_args(argv)
+    _die_with_parent()
+    with socket.socket(fileno=arguments.fd) as channel:
+        return serve(channel)
+
+
+def serve(channel: socket.socket) -> int:
+    """Runs an engine on a connected socket until `Stop`, the end of the stream, or a fault of its own (status 1)."""
+    writer = _Writer(channel)
+    reader = channel.makefile("rb")
+    try:
+        config = EngineConfig.from_json(reader.readline())
+        from dataplane.engine.engine import Engine  # noqa: PLC0415 - torch loads after the parent knows that we live
+
+        engine = Engine(config, writer.emit)
+    except Exception as error:  # noqa: BLE001 - whatever stops the start is told to the parent
+        fault = error if isinstance(error, VeneerError) else InternalError(f"{type(error).__name__}: {error}")
+        writer.emit((Failed("", fault.status, fault.message),))
+        writer.close()
+        return 1
+
+    def read() -> None:
+        for line in reader:
+            command: Command = decode(line)  # type: ignore[assignment]
+            engine.send(command)
+        engine.send(Stop())
+
+    threading.Thread(target=read, name="engine-commands", daemon=True).start()
+    try:
+        engine.run()
+    finally:
+        writer.close()
+    return 0
+
+
+class _Writer:
+    """Writes events from a thread of its own, so that the step loop does not wait for the parent to read."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._events: queue.SimpleQueue[Sequence[Event] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine-events", daemon=True)
+        self._thread.start()
+
+    def emit(self, events: Sequence[Event]) -> None:
+        """Queues the events of one turn."""
+        self._events.put(events)
+
+    def close(self) -> None:
+        """Waits until all is written, for a while."""
+        self._events.put(None)
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while (events := self._events.get()) is not None:
+            try:
+                self._channel.sendall(b"".join(map(encode, events)))
+            except OSError:
+                return
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

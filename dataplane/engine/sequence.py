@@ -1,0 +1,90 @@
+"""One request inside the engine: its tokens, how far they are computed, and everything it holds."""
+
+from __future__ import annotations
+
+import enum
+
+from dataplane.engine.messages import Submit
+from dataplane.lora.residency import Lease
+
+
+class Phase(enum.Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Sequence:
+    """The one owner of a request's KV pages, seat and adapter lease. The scheduler alone changes it.
+
+    `tokens` holds prompt and committed output. A step that samples for this sequence makes one more token *pending* until it is
+    committed; the step after may already be planned on it. So positions below `num_scheduled` are computed or planned, and there are
+    `len(tokens) + pending` positions to compute in all.
+
+    Attributes:
+        submit: What was asked.
+        order: Ordinal by which running sequences are ranked; lower is older. Kept over preemption.
+        deadline: Reading of the engine's clock at which the request fails; None for no limit.
+        max_new: Tokens to generate at most, cut to what the context allows.
+        tokens: Prompt and output.
+        num_scheduled: Positions computed or planned.
+        pending: Tokens sampled in plans that are not committed yet.
+        in_flight: Plans not committed yet that hold rows of this sequence; what it holds is given back only at 0.
+        pages: KV pages, in order of positions.
+        seat: Row in per-sequence device state; -1 when it has none.
+        lease: Held from admission to the end; None for the base.
+        preempting: Its pages go back as soon as nothing is in flight.
+        passes: Steps in which others were admitted before it although it stood ahead of them.
+    """
+
+    __slots__ = (
+        "deadline",
+        "in_flight",
+        "lease",
+        "max_new",
+        "num_scheduled",
+        "order",
+        "pages",
+        "passes",
+        "pending",
+        "phase",
+        "preempting",
+        "seat",
+        "submit",
+        "tokens",
+    )
+
+    def __init__(self, submit: Submit, *, deadline: float | None, max_context: int) -> None:
+        self.submit = submit
+        self.order = -1
+        self.deadline = deadline
+        self.max_new = min(submit.sampling.max_tokens, max_context - len(submit.prompt))
+        self.tokens = list(submit.prompt)
+        self.num_scheduled = 0
+        self.pending = 0
+        self.in_flight = 0
+        self.pages: list[int] = []
+        self.seat = -1
+        self.lease: Lease | None = None
+        self.phase = Phase.WAITING
+        self.preempting = False
+        self.passes = 0
+
+    @property
+    def num_output(self) -> int:
+        """Committed output tokens."""
+        return len(self.tokens) - len(self.submit.prompt)
+
+    @property
+    def num_remaining(self) -> int:
+        """Positions that are neither computed nor planned; 0 when the last token it may generate is already on its way."""
+        if self.num_output + self.pending >= self.max_new:
+            return 0
+        return len(self.tokens) + self.pending - self.num_scheduled
+
+    @property
+    def slot(self) -> int:
+        """Slot of its adapter, -1 for the base."""
+        return -1 if self.lease is None else self.lease.slot

@@ -1,0 +1,166 @@
+"""The paged KV tensor and attention over it: the torch form, behind the interface that faster forms share."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dataplane.model.batch import Batch, Chunk
+from dataplane.model.config import LlamaConfig
+
+
+class PagedKv:
+    """Keys and values of all sequences, `[pages, layers, 2, page_size, kv_heads, head_dim]`.
+
+    One page is contiguous over all layers, so handing a page out clears it with one fill and moving it is one copy; inside, tokens
+    are the outer axis, so that a gather of pages is already the `[sequence, token, head, dim]` that attention reads, without another
+    transposing copy, and appending a token writes one run of memory.
+
+    Page 0 belongs to nobody and stays zero: page tables are padded with it.
+
+    Attributes:
+        data: The whole tensor; the runner's step thread is the only one that writes.
+        page_size: Tokens in a page.
+    """
+
+    def __init__(self, config: LlamaConfig, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (num_pages, config.num_layers, 2, page_size, config.num_kv_heads, config.head_dim)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.page_size = page_size
+        self._num_layers = config.num_layers
+
+    @property
+    def rows(self) -> Tensor:
+        """View [pages · layers · 2 · page_size, kv_heads, head_dim]: one row a token, layer and kind."""
+        return self.data.view(-1, *self.data.shape[4:])
+
+    @property
+    def blocks(self) -> Tensor:
+        """View [pages · layers · 2, page_size · kv_heads · head_dim]: one block a page, layer and kind."""
+        return self.data.view(-1, self.data[0, 0, 0].numel())
+
+    @property
+    def rows_per_page(self) -> int:
+        """Rows of `rows` from one page to the next."""
+        return self._num_layers * 2 * self.page_size
+
+    def row_of(self, page: int, offset: int) -> int:
+        """Returns the row in `rows` of the key at layer 0 of a token; layer l and value lie `(2·l + 1) · page_size` further."""
+        return page * self.rows_per_page + offset
+
+    def clear(self, pages: Tensor) -> None:
+        """Zeroes pages (int64 [n]) that are handed out: what a former owner left there, NaN included, reaches nobody."""
+        self.data.index_fill_(0, pages, 0)
+
+
+class Attention(Protocol):
+    """Appends the step's keys and values to the cache and attends over it."""
+
+    def begin_step(self, batch: Batch) -> None:
+        """Prepares what all layers share."""
+
+    def __call__(self, qk: Tensor, v: Tensor, *, layer: int) -> Tensor:
+        """Attends at one layer.
+
+        Args:
+            qk: [T, heads + kv_heads, head_dim], rotated queries, then rotated keys.
+            v: [T, kv_heads, head_dim].
+            layer: The layer.
+
+        Returns:
+            [T, heads · head_dim].
+        """
+        ...
+
+
+class TorchAttention:
+    """Attention from PyTorch's own operations.
+
+    Decode rows go together: their pages are gathered by table and attended to in one masked product, in which the query heads that
+    share a key head stand where a sequence of queries would (grouped-query attention without repeated keys). Prefill chunks go one
+    by one. The mask replaces scores (−inf is selected, nothing is multiplied), and values behind it are zeros or the sequence's own.
+    """
+
+    def __init__(self, config: LlamaConfig, kv: PagedKv) -> None:
+        self._config = config
+        self._rows, self._blocks = kv.rows, kv.blocks
+        self._page_size = kv.page_size
+        self._scale = config.head_dim**-0.5
+        kinds = torch.arange(config.num_layers * 2, device=kv.data.device).view(config.num_layers, 2, 1)
+        self._block_offsets = kinds
+        self._row_offsets = kinds * kv.page_size
+        self._blocks_per_page = config.num_layers * 2
+
+    def begin_step(self, batch: Batch) -> None:
+        """Computes the cache rows, the page lists and the masks that every layer uses."""
+        self._batch = batch
+        self._append_at = batch.kv_rows + self._row_offsets
+        if batch.num_decode:
+            self._decode_blocks = batch.decode_pages.flatten() * self._blocks_per_page + self._block_offsets
+            self._decode_mask = self._mask(batch.decode_lengths[:, None], batch.decode_pages.shape[1])[:, None, None, :]
+        self._chunk_blocks = [chunk.pages * self._blocks_per_page + self._block_offsets for chunk in batch.chunks]
+        self._chunk_masks = [self._chunk_mask(chunk) for chunk in batch.chunks]
+
+    def __call__(self, qk: Tensor, v: Tensor, *, layer: int) -> Tensor:
+        """See `Attention`."""
+        config, batch = self._config, self._batch
+        q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
+        self._rows.index_copy_(0, self._append_at[layer, 0], k)
+        self._rows.index_copy_(0, self._append_at[layer, 1], v)
+        if batch.num_decode == q.shape[0]:
+            return self._decode(q, layer)
+        out = torch.empty(q.shape[0], config.q_size, dtype=q.dtype, device=q.device)
+        if batch.num_decode:
+            out[: batch.num_decode] = self._decode(q[: batch.num_decode], layer)
+        for chunk, blocks, mask in zip(batch.chunks, self._chunk_blocks, self._chunk_masks, strict=True):
+            rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+            if chunk.context:
+                keys, values = self._gather(blocks[layer], 1)
+            else:
+                keys, values = k[rows].unsqueeze(0), v[rows].unsqueeze(0)
+            out[rows] = self._attend(q[rows].unsqueeze(0), keys, values, mask)
+        return out
+
+    def _decode(self, q: Tensor, layer: int) -> Tensor:
+        config = self._config
+        num = q.shape[0]
+        keys, values = self._gather(self._decode_blocks[layer], num)
+        grouped = q.reshape(num, config.num_kv_heads, -1, config.head_dim)
+        out = F.scaled_dot_product_attention(
+            grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=self._decode_mask, scale=self._scale
+        )
+        return out.reshape(num, config.q_size)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self._scale,
+            enable_gqa=True,
+        )
+        return out.transpose(1, 2).reshape(q.shape[1], self._config.q_size)
+
+    def _gather(self, blocks: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
+        """Returns keys and values [sequences, tokens of all their pages, kv_heads, head_dim]."""
+        config = self._config
+        gathered = self._blocks.index_select(0, blocks.flatten())
+        keys, values = gathered.view(2, num_sequences, -1, config.num_kv_heads, config.head_dim)
+        return keys, values
+
+    def _chunk_mask(self, chunk: Chunk) -> Tensor | None:
+        if not chunk.context:
+            return None
+        ends = torch.arange(chunk.context + 1, chunk.context + 1 + chunk.num_rows, device=chunk.pages.device)
+        return self._mask(ends[:, None], chunk.pages.shape[0])
+
+    def _mask(self, lengths: Tensor, num_pages: int) -> Tensor:
+        """Returns [..., tokens] in the cache's dtype: 0 where the token lies before `lengths`, −inf elsewhere."""
+        tokens = torch.arange(num_pages * self._page_size, device=lengths.device)
+        mask = torch.zeros(lengths.shape[0], tokens.shape[0], dtype=self._blocks.dtype, device=lengths.device)
+        return mask.masked_fill_(tokens >= lengths, float("-inf"))
