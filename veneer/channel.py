@@ -1,0 +1,121 @@
+"""Channels from callers to a plane: transport security, keepalive, retries, and errors with their families."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from veneer.errors import InvalidArgumentError, Violation
+from veneer.statuses import error_of
+
+# Calls whose effect is the same when they run twice, by service. gRPC retries them on UNAVAILABLE, and only before the first
+# message of the answer; what moves a pointer relative to where it is (Rollback) or hands out a secret is not
+# repeated behind the caller's back.
+_REPEATABLE: dict[str, tuple[str, ...]] = {
+    "veneer.controlplane.v1.BaseService": ("RegisterBase", "ListBases"),
+    "veneer.controlplane.v1.CatalogService": ("Publish", "GetAdapter", "ListAdapters", "ListVersions", "RetireVersion"),
+    "veneer.controlplane.v1.NodeService": ("ListNodes", "RevokeNode"),
+    "veneer.controlplane.v1.TenantService": (
+        "ListTenants",
+        "ListKeys",
+        "RevokeKey",
+        "CreateGrant",
+        "ListGrants",
+        "RevokeGrant",
+    ),
+    "veneer.dataplane.v1.GenerationService": ("Generate",),
+    "veneer.dataplane.v1.AdminService": ("GetResidency",),
+}
+_RETRY_POLICY = {
+    "maxAttempts": 3,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "2s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+_SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [{"service": service, "method": method} for service, methods in _REPEATABLE.items() for method in methods],
+            "retryPolicy": _RETRY_POLICY,
+        }
+    ],
+    # When most calls fail, retries only add to the load.
+    "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
+}
+_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.max_receive_message_length", 4 << 20),
+    # A long prefill sends no data: ping, but no oftener than the planes allow (20 s).
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientTls:
+    """Transport security of a client; all files are PEM.
+
+    Attributes:
+        ca: Authorities to trust; None trusts those of the system.
+        certificate: Our own chain, for planes that ask for one.
+        key: Its private key.
+    """
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+def open_channel(address: str, *, tls: ClientTls | None) -> grpc.aio.Channel:
+    """Opens a channel; it connects at its first call.
+
+    Raises:
+        InvalidArgumentError: A TLS file cannot be read.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.certificate))
+    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+
+
+@contextmanager
+def typed_errors() -> Iterator[None]:
+    """Turns a gRPC error into the `VeneerError` that the plane raised."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_of(error) from error
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    """The metadata that shows a key."""
+    return (("authorization", f"Bearer {key}"),) if key else ()
+
+
+async def pages(fetch: Callable[[str], Awaitable[Any]], field: str) -> AsyncIterator[Any]:
+    """Goes through all pages of a list call: `fetch(page_token)` gives one response, whose `field` holds the rows."""
+    token = ""
+    while True:
+        response = await fetch(token)
+        for row in getattr(response, field):
+            yield row
+        token = response.next_page_token
+        if not token:
+            return
+
+
+def _read(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError.of([Violation("tls", f"cannot read {path}: {error.strerror}")]) from error

@@ -1,0 +1,255 @@
+"""Asynchronous client of both planes for a tenant's key; `veneer.operator_client` is the one for an operator's.
+
+Objects of the catalogue are the API's own messages (`veneer.controlplane.v1`, `veneer.dataplane.v1`), errors those of
+`veneer.errors`, with every violation and the retry delay that the service sent. Every call has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+
+import grpc
+
+from veneer.channel import typed_errors
+from veneer.connection import Connection, typed
+from veneer.controlplane.v1 import catalog_pb2, catalog_pb2_grpc, tenants_pb2
+from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc
+from veneer.errors import InvalidArgumentError, UnavailableError, Violation
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+_PART_BYTES = 1 << 20
+_FILES = (
+    (catalog_pb2.ADAPTER_FILE_CONFIG, CONFIG_NAME),
+    (catalog_pb2.ADAPTER_FILE_WEIGHTS, WEIGHTS_NAME),
+)
+
+Prompt = str | Sequence[int] | Sequence[generation_pb2.ChatMessage]
+"""Text taken as it is, token ids, or a conversation."""
+
+Event = generation_pb2.Served | generation_pb2.Chunk | generation_pb2.Finish
+"""What a stream is made of: first one `Served`, then `Chunk`s, last one `Finish`."""
+
+
+class Client(Connection):
+    """What a tenant's key can do; both addresses are those of the callers' listeners. Owned by one event loop."""
+
+    @property
+    def _catalog(self) -> catalog_pb2_grpc.CatalogServiceAsyncStub:
+        return catalog_pb2_grpc.CatalogServiceStub(self._channel("control"))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str = "",
+        owner: str = "",
+        alias: str | None = None,
+        version: str | None = None,
+        sampling: generation_pb2.SamplingParams | None = None,
+        fallback: generation_pb2.FallbackMode.ValueType = generation_pb2.FALLBACK_MODE_NONE,
+        request_id: str = "",
+        split_unit: str = "",
+        cache_salt: bytes = b"",
+        timeout_s: float = 600.0,
+    ) -> AsyncGenerator[Event]:
+        """Streams one completion: one `Served`, then `Chunk`s, last a `Finish`.
+
+        Closing the iterator, or cancelling the task that reads it, cancels the request. An attempt that fails UNAVAILABLE before
+        its first message is repeated; later nothing is.
+
+        Args:
+            prompt: Text, token ids or a conversation.
+            adapter: Name of the adapter; empty is the base.
+            owner: Tenant that owns it; empty is the caller's own.
+            alias: Alias of the adapter; None is the default one.
+            version: Digest of a version instead of an alias.
+            sampling: How tokens are chosen; None is all defaults.
+            fallback: When the base may answer instead.
+            request_id: The caller's own identifier; empty: the service makes one.
+            split_unit: Unit of a traffic split, e.g. an end user.
+            cache_salt: Parts users of one tenant in the prefix cache.
+            timeout_s: Deadline of the whole stream.
+
+        Raises:
+            VeneerError: As the service said.
+            UnavailableError: The stream ended without a `Finish`: what came is not the whole answer.
+        """
+        request = generation_pb2.GenerateRequest(
+            adapter=_adapter_ref(adapter, owner, alias=alias, version=version),
+            sampling=sampling,
+            fallback=fallback,
+            request_id=request_id,
+            split_unit=split_unit,
+            cache_salt=cache_salt,
+        )
+        _set_prompt(request, prompt)
+        stub: generation_pb2_grpc.GenerationServiceAsyncStub = generation_pb2_grpc.GenerationServiceStub(self._channel("data"))
+        call = stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        finished = False
+        try:
+            with typed_errors():
+                async for response in call:
+                    if response.HasField("served"):
+                        yield response.served
+                    if response.HasField("chunk"):
+                        yield response.chunk
+                    if response.HasField("finish"):
+                        finished = True
+                        yield response.finish
+        finally:
+            call.cancel()
+        if not finished:
+            raise UnavailableError("the stream ended without a finish: the answer is not whole")
+
+    async def publish(
+        self,
+        folder: Path,
+        *,
+        adapter: str,
+        base: str,
+        alias: str = "",
+        label: str = "",
+        request_id: str = "",
+        progress: Callable[[int, int], None] | None = None,
+        timeout_s: float = 1800.0,
+    ) -> catalog_pb2.PublishResponse:
+        """Publishes the adapter in a PEFT folder as a new version.
+
+        Args:
+            folder: Holds `adapter_config.json` and `adapter_model.safetensors`.
+            adapter: Name of the adapter; its first version creates it.
+            base: Digest or name of the base.
+            alias: Alias to point at the new version; empty moves none but gives an adapter's first version `stable`.
+            label: Free text.
+            request_id: Identifies this publish: the same id and files give the same answer. Empty makes one.
+            progress: Called with bytes sent and bytes in all after each part.
+            timeout_s: Deadline of the whole upload and check.
+
+        Raises:
+            InvalidArgumentError: A file is missing, or the service refused the files; its violations list every fault.
+            VeneerError: As the service said.
+        """
+        paths = [(file, folder / name) for file, name in _FILES]
+        missing = [Violation(path.name, f"is not in {folder}") for _, path in paths if not path.is_file()]
+        if missing:
+            raise InvalidArgumentError.of(missing)
+        header = catalog_pb2.PublishHeader(
+            adapter=adapter, base=base, alias=alias, label=label, request_id=request_id or uuid.uuid4().hex
+        )
+        total, sent = sum(path.stat().st_size for _, path in paths), 0
+        with typed_errors():
+            call = self._catalog.Publish(timeout=timeout_s, metadata=self._metadata)
+            try:
+                await call.write(catalog_pb2.PublishRequest(header=header))
+                for file, path in paths:
+                    with path.open("rb") as source:
+                        while data := await asyncio.to_thread(source.read, _PART_BYTES):
+                            await call.write(catalog_pb2.PublishRequest(part=catalog_pb2.PublishPart(file=file, data=data)))
+                            sent += len(data)
+                            if progress is not None:
+                                progress(sent, total)
+                await call.done_writing()
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                pass  # refused before all was sent: the answer says why
+            except BaseException:
+                call.cancel()
+                raise
+            return await call
+
+    async def adapters(self) -> list[catalog_pb2.Adapter]:
+        """The tenant's adapters by name, with their aliases."""
+        stub = self._catalog
+        return await self._all(
+            lambda token: self._ask(stub.ListAdapters, catalog_pb2.ListAdaptersRequest(page_token=token)), "adapters"
+        )
+
+    async def adapter(self, name: str) -> catalog_pb2.Adapter:
+        """One adapter with its aliases."""
+        response = await self._ask(self._catalog.GetAdapter, catalog_pb2.GetAdapterRequest(adapter=name))
+        return typed(catalog_pb2.Adapter, response.adapter)
+
+    async def versions(self, adapter: str) -> list[catalog_pb2.Version]:
+        """An adapter's versions, newest first."""
+        stub = self._catalog
+        return await self._all(
+            lambda token: self._ask(stub.ListVersions, catalog_pb2.ListVersionsRequest(adapter=adapter, page_token=token)),
+            "versions",
+        )
+
+    async def set_alias(
+        self, adapter: str, arms: Mapping[str, int], *, alias: str = "", expected_generation: int | None = None
+    ) -> catalog_pb2.Alias:
+        """Points an alias at one version or at a weighted split.
+
+        Args:
+            adapter: Name of the adapter.
+            arms: Weight by version digest.
+            alias: Name of the alias; empty is the default one.
+            expected_generation: Move only if it is still this one; None moves in any case.
+
+        Raises:
+            AbortedError: The alias has moved since.
+        """
+        request = catalog_pb2.SetAliasRequest(
+            adapter=adapter,
+            alias=alias,
+            arms=[catalog_pb2.Arm(version=version, weight=weight) for version, weight in arms.items()],
+            expected_generation=expected_generation,
+        )
+        response = await self._ask(self._catalog.SetAlias, request)
+        return typed(catalog_pb2.Alias, response.alias)
+
+    async def rollback(
+        self, adapter: str, *, alias: str = "", version: str = "", expected_generation: int | None = None
+    ) -> catalog_pb2.Alias:
+        """Points an alias back at the version that it served alone before its last move, or at a named earlier one."""
+        request = catalog_pb2.RollbackRequest(
+            adapter=adapter, alias=alias, version=version, expected_generation=expected_generation
+        )
+        response = await self._ask(self._catalog.Rollback, request)
+        return typed(catalog_pb2.Alias, response.alias)
+
+    async def retire(self, adapter: str, version: str) -> catalog_pb2.Version:
+        """Ends a version; running requests finish on it."""
+        request = catalog_pb2.RetireVersionRequest(adapter=adapter, version=version)
+        response = await self._ask(self._catalog.RetireVersion, request)
+        return typed(catalog_pb2.Version, response.version)
+
+    async def create_grant(self, adapter: str, grantee: str) -> tenants_pb2.Grant:
+        """Lets another tenant use an adapter."""
+        response = await self._ask(self._tenants.CreateGrant, tenants_pb2.CreateGrantRequest(adapter=adapter, grantee=grantee))
+        return typed(tenants_pb2.Grant, response.grant)
+
+    async def grants(self) -> tenants_pb2.ListGrantsResponse:
+        """The grants that the tenant has given and received."""
+        return await self._ask(self._tenants.ListGrants, tenants_pb2.ListGrantsRequest())  # type: ignore[no-any-return]
+
+    async def revoke_grant(self, adapter: str, grantee: str) -> None:
+        """Withdraws a grant."""
+        await self._ask(self._tenants.RevokeGrant, tenants_pb2.RevokeGrantRequest(adapter=adapter, grantee=grantee))
+
+
+def _adapter_ref(adapter: str, owner: str, *, alias: str | None, version: str | None) -> generation_pb2.AdapterRef:
+    if alias is not None and version is not None:
+        raise InvalidArgumentError.of([Violation("adapter", "name an alias or a version, not both")])
+    ref = generation_pb2.AdapterRef(adapter=adapter, owner=owner)
+    if alias is not None:
+        ref.alias = alias
+    if version is not None:
+        ref.version = version
+    return ref
+
+
+def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], generation_pb2.ChatMessage):
+        request.chat.messages.extend(prompt)  # type: ignore[arg-type]
+    else:
+        request.tokens.SetInParent()
+        request.tokens.ids.extend(prompt)  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""What both clients share: channels to both planes, opened at their first use, and the calls that either kind of key may make."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from veneer.channel import ClientTls, bearer, open_channel, pages, typed_errors
+from veneer.controlplane.v1 import bases_pb2, bases_pb2_grpc, tenants_pb2, tenants_pb2_grpc
+from veneer.errors import FailedPreconditionError, InvalidArgumentError, Violation
+
+_T = TypeVar("_T")
+
+
+class Connection:
+    """Channels to both planes, opened at their first use. Owned by one event loop."""
+
+    def __init__(
+        self, *, control: str = "", data: str = "", key: str = "", tls: ClientTls | None = None, timeout_s: float = 30.0
+    ) -> None:
+        """Prepares the client; nothing connects yet.
+
+        Args:
+            control: Address of the control plane, `host:port`.
+            data: Address of the data plane, `host:port`.
+            key: The credential.
+            tls: Transport security; None is plaintext.
+            timeout_s: Deadline of calls that have none of their own.
+        """
+        self._addresses = {"control": control, "data": data}
+        self._metadata = bearer(key)
+        self._tls = tls
+        self._timeout_s = timeout_s
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the channels; calls that run end cancelled."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close()
+
+    def _channel(self, plane: str) -> grpc.aio.Channel:
+        address = self._addresses[plane]
+        if not address:
+            raise FailedPreconditionError(f"this client was given no address of the {plane} plane")
+        if plane not in self._channels:
+            self._channels[plane] = open_channel(address, tls=self._tls)
+        return self._channels[plane]
+
+    async def _ask(self, method: Any, request: Any, *, timeout_s: float | None = None) -> Any:
+        with typed_errors():
+            return await method(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
+
+    async def _all(self, fetch: Callable[[str], Awaitable[Any]], field: str) -> list[Any]:
+        return [row async for row in pages(fetch, field)]
+
+    @property
+    def _bases(self) -> bases_pb2_grpc.BaseServiceAsyncStub:
+        return bases_pb2_grpc.BaseServiceStub(self._channel("control"))
+
+    @property
+    def _tenants(self) -> tenants_pb2_grpc.TenantServiceAsyncStub:
+        return tenants_pb2_grpc.TenantServiceStub(self._channel("control"))
+
+    async def bases(self) -> list[bases_pb2.Base]:
+        """All registered bases, newest first."""
+        response = await self._ask(self._bases.ListBases, bases_pb2.ListBasesRequest())
+        return list(response.bases)
+
+    async def create_key(
+        self, *, roles: Sequence[str], tenant: str = "", label: str = "", lifetime_s: float | None = None
+    ) -> tenants_pb2.CreateKeyResponse:
+        """Creates a key; `secret` of the response is shown this once.
+
+        Args:
+            roles: At least one of `owner`, `publisher`, `caller`.
+            tenant: Tenant to create it for; empty is the caller's own.
+            label: Free text.
+            lifetime_s: How long it lives; None until revoked.
+        """
+        request = tenants_pb2.CreateKeyRequest(tenant=tenant, roles=[_role(role) for role in roles], label=label)
+        if lifetime_s is not None:
+            request.lifetime.FromMilliseconds(round(lifetime_s * 1000))
+        return await self._ask(self._tenants.CreateKey, request)  # type: ignore[no-any-return]
+
+    async def keys(self, *, tenant: str = "") -> list[tenants_pb2.Key]:
+        """A tenant's keys without their secrets, newest first."""
+        stub = self._tenants
+        return await self._all(
+            lambda token: self._ask(stub.ListKeys, tenants_pb2.ListKeysRequest(tenant=tenant, page_token=token)), "keys"
+        )
+
+    async def revoke_key(self, key_id: str, *, tenant: str = "") -> tenants_pb2.Key:
+        """Revokes a key at once."""
+        response = await self._ask(self._tenants.RevokeKey, tenants_pb2.RevokeKeyRequest(tenant=tenant, id=key_id))
+        return typed(tenants_pb2.Key, response.key)
+
+
+def typed(kind: type[_T], message: Any) -> _T:
+    """The message, with its type known to the reader."""
+    assert isinstance(message, kind)
+    return message
+
+
+def _role(name: str) -> tenants_pb2.Role.ValueType:
+    known = {
+        role.removeprefix("ROLE_").lower(): role
+        for role in tenants_pb2.Role.keys()  # noqa: SIM118  an enum, no dictionary
+        if role != "ROLE_UNSPECIFIED"
+    }
+    if name not in known:
+        raise InvalidArgumentError.of([Violation("roles", f"`{name}` is no role; there are {', '.join(sorted(known))}")])
+    return tenants_pb2.Role.Value(known[name])

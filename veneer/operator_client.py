@@ -1,0 +1,86 @@
+"""Asynchronous client of both planes for an operator's key; its addresses are those of the operators' listeners."""
+
+from __future__ import annotations
+
+from veneer.artifact import BaseDescription
+from veneer.connection import Connection, typed
+from veneer.controlplane.v1 import bases_pb2, nodes_pb2, nodes_pb2_grpc, tenants_pb2
+from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc
+
+
+class OperatorClient(Connection):
+    """What an operator's key can do. Owned by one event loop."""
+
+    @property
+    def _nodes(self) -> nodes_pb2_grpc.NodeServiceAsyncStub:
+        return nodes_pb2_grpc.NodeServiceStub(self._channel("control"))
+
+    @property
+    def _admin(self) -> admin_pb2_grpc.AdminServiceAsyncStub:
+        return admin_pb2_grpc.AdminServiceStub(self._channel("data"))
+
+    async def register_base(self, base: BaseDescription) -> bases_pb2.Base:
+        """Registers a base as `veneer.artifact.describe_base` computes it. Registering it again changes nothing."""
+        modules = [
+            bases_pb2.TargetModule(
+                path=module.path, site=module.site, in_features=module.in_features, out_features=module.out_features
+            )
+            for module in base.modules
+        ]
+        message = bases_pb2.Base(
+            digest=base.digest,
+            name=base.name,
+            family=base.family,
+            num_layers=base.num_layers,
+            modules=modules,
+            vocab_size=base.vocab_size,
+            max_context=base.max_context,
+            known_names=base.known_names,
+        )
+        response = await self._ask(self._bases.RegisterBase, bases_pb2.RegisterBaseRequest(base=message))
+        return typed(bases_pb2.Base, response.base)
+
+    async def create_tenant(
+        self,
+        name: str,
+        *,
+        fallback: tenants_pb2.FallbackPolicy.ValueType = tenants_pb2.FALLBACK_POLICY_ALLOWED,
+        weight: int = 1,
+    ) -> tenants_pb2.Tenant:
+        """Creates a tenant."""
+        tenant = tenants_pb2.Tenant(name=name, fallback=fallback, weight=weight)
+        response = await self._ask(self._tenants.CreateTenant, tenants_pb2.CreateTenantRequest(tenant=tenant))
+        return typed(tenants_pb2.Tenant, response.tenant)
+
+    async def tenants(self) -> list[tenants_pb2.Tenant]:
+        """All tenants by name."""
+        stub = self._tenants
+        return await self._all(
+            lambda token: self._ask(stub.ListTenants, tenants_pb2.ListTenantsRequest(page_token=token)), "tenants"
+        )
+
+    async def create_enrollment_token(self, node_name: str) -> nodes_pb2.CreateEnrollmentTokenResponse:
+        """Creates a token that lets one data plane in, once."""
+        request = nodes_pb2.CreateEnrollmentTokenRequest(node_name=node_name)
+        return await self._ask(self._nodes.CreateEnrollmentToken, request)  # type: ignore[no-any-return]
+
+    async def nodes(self) -> list[nodes_pb2.Node]:
+        """The data planes by name."""
+        response = await self._ask(self._nodes.ListNodes, nodes_pb2.ListNodesRequest())
+        return list(response.nodes)
+
+    async def revoke_node(self, node_id: str) -> nodes_pb2.Node:
+        """Revokes a data plane's key at once."""
+        response = await self._ask(self._nodes.RevokeNode, nodes_pb2.RevokeNodeRequest(id=node_id))
+        return typed(nodes_pb2.Node, response.node)
+
+    async def residency(self) -> admin_pb2.GetResidencyResponse:
+        """What is resident where on the data plane, and what its engine is doing."""
+        return await self._ask(self._admin.GetResidency, admin_pb2.GetResidencyRequest())  # type: ignore[no-any-return]
+
+    async def drain(self, *, grace_s: float = 60.0) -> int:
+        """Stops a data plane's admission and waits for its streams; returns how many still ran when the time was up."""
+        request = admin_pb2.DrainRequest()
+        request.grace.FromMilliseconds(round(grace_s * 1000))
+        response = await self._ask(self._admin.Drain, request, timeout_s=grace_s + self._timeout_s)
+        return int(response.remaining)
