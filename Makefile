@@ -47,7 +47,8 @@ lint: $(STUBS) ## style, layers and the API's files
 type: $(STUBS) ## mypy --strict
 	@$(BIN)/mypy
 
-format: $(STUBS) ## format the code and the API's files
+format: $(STUBS) ## format the code and the API's files, write docs/settings.md
+	@$(BIN)/python docs/settings.py
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format .
 	@$(BIN)/buf format --write
