@@ -65,8 +65,8 @@ $(INSTALLED): pyproject.toml constraints.txt hatch_build.py
 		|| { echo 'make: $(PYTHON) must be Python 3.11 or newer; name another one with PYTHON=…'; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo 'installing into .venv (minutes on the first run) …'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling grpcio-tools mypy-protobuf
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[local,oracle,dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt hatchling grpcio-tools mypy-protobuf
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[local,oracle,dev]'
 	@touch $@
 
 $(STUBS): $(INSTALLED) $(PROTOS) proto/generate.py
