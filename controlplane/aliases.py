@@ -1,0 +1,178 @@
+"""Moving aliases: by compare-and-swap, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Row, func, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from controlplane import models
+from controlplane.catalog import NO_VERSION, READY, STABLE, Alias, Arm, aliases_of, lock_adapter
+from controlplane.changes import Change, ChangeKind, record
+from controlplane.db import Database, Scope
+from veneer.errors import AbortedError, FailedPreconditionError, InvalidArgumentError, NotFoundError, Violation
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
+_WHOLE = 1
+"""Weight of the only arm."""
+
+
+def check_alias_name(name: str) -> None:
+    """Refuses a name that no alias can have.
+
+    Raises:
+        InvalidArgumentError: It is not 1 to 63 of lower-case letters, digits, `.`, `_` and inner hyphens.
+    """
+    if _NAME.fullmatch(name) is None:
+        text = "must be 1 to 63 of lower-case letters, digits, '.', '_' and hyphens that begins and ends with a letter or digit"
+        raise InvalidArgumentError.of([Violation("alias", text)])
+
+
+class Aliases:
+    """Use cases that move aliases. Stateless; any task may call it.
+
+    Every move runs under the lock of its adapter's row and gives the alias its next generation. The arms of earlier generations stay: they
+    are the history that `rollback` reads.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def set(self, owner: str, adapter: str, alias: str, *, arms: Sequence[Arm], expected_generation: int | None) -> Alias:
+        """Points an alias at one version or at a weighted split; makes it when it is absent.
+
+        Args:
+            owner: Tenant that owns the adapter.
+            adapter: Name of the adapter.
+            alias: Name; empty means `stable`.
+            arms: Versions of the adapter that are ready and for one base, none twice.
+            expected_generation: Generation that the caller saw, 0 for none; None moves it whatever it is.
+
+        Raises:
+            NotFoundError: The owner has no such adapter, or it no such version.
+            AbortedError: The alias has moved since.
+            FailedPreconditionError: A version is not ready, or they are for different bases.
+            InvalidArgumentError: A version is named twice, or the alias cannot have this name.
+        """
+        name = alias or STABLE
+        check_alias_name(name)
+        if len({arm.version for arm in arms}) < len(arms):
+            raise InvalidArgumentError.of([Violation("arms", "name a version twice")])
+        async with self._database.transaction(Scope.of_tenant(owner)) as connection:
+            await lock_adapter(connection, owner, adapter)
+            present = await _present(connection, owner, adapter, name)
+            _compare(present, expected_generation)
+            await _check_servable(connection, owner, adapter, [arm.version for arm in arms])
+            return await move(connection, owner, adapter, name, arms=arms)
+
+    async def rollback(self, owner: str, adapter: str, alias: str, *, version: str, expected_generation: int | None) -> Alias:
+        """Points an alias back at a version that it served before.
+
+        Args:
+            owner: Tenant that owns the adapter.
+            adapter: Name of the adapter.
+            alias: Name; empty means `stable`.
+            version: One that the alias served before; empty: the last one, still ready, that all of its traffic went to before it went
+                where it goes now.
+            expected_generation: Generation that the caller saw; None moves it whatever it is.
+
+        Raises:
+            NotFoundError: The owner has no such adapter, it no such alias, or no such version.
+            AbortedError: The alias has moved since.
+            FailedPreconditionError: There is nothing to go back to, or the version is not ready or was never served by the alias.
+        """
+        name = alias or STABLE
+        async with self._database.transaction(Scope.of_tenant(owner)) as connection:
+            await lock_adapter(connection, owner, adapter)
+            present = await _present(connection, owner, adapter, name)
+            if present is None:
+                raise NotFoundError("there is no such alias")
+            _compare(present, expected_generation)
+            history = await _history(connection, owner, adapter, name)
+            target = version or _last_whole(history, present)
+            if version:
+                await _check_servable(connection, owner, adapter, [version])
+                if all(row.version != version for row in history):
+                    raise FailedPreconditionError(f"alias {name!r} never served version {version}; set the alias instead")
+            return await move(connection, owner, adapter, name, arms=[Arm(target, _WHOLE)])
+
+
+async def move(connection: AsyncConnection, owner: str, adapter: str, alias: str, *, arms: Sequence[Arm]) -> Alias:
+    """Moves an alias, or makes it, and tells the feed. The caller holds the adapter's lock and has checked the versions."""
+    columns = models.aliases.c
+    mine = (columns.tenant == owner, columns.adapter == adapter, columns.name == alias)
+    changed = update(models.aliases).where(*mine).values(generation=columns.generation + 1, update_time=func.now())
+    made = insert(models.aliases).values(tenant=owner, adapter=adapter, name=alias, generation=1)
+    wanted = (columns.generation, columns.update_time)
+    row = (await connection.execute(changed.returning(*wanted))).one_or_none()
+    if row is None:
+        row = (await connection.execute(made.returning(*wanted))).one()
+    rows = [
+        {
+            "tenant": owner,
+            "adapter": adapter,
+            "alias": alias,
+            "generation": row.generation,
+            "position": position,
+            "version": arm.version,
+            "weight": arm.weight,
+        }
+        for position, arm in enumerate(arms)
+    ]
+    await connection.execute(insert(models.arms), rows)
+    version = arms[0].version if len(arms) == 1 else ""
+    change = Change(kind=ChangeKind.ALIAS, tenant=owner, adapter=adapter, version=version, generation=row.generation)
+    await record(connection, change)
+    return Alias(alias, row.generation, tuple(arms), row.update_time)
+
+
+async def _present(connection: AsyncConnection, owner: str, adapter: str, alias: str) -> Alias | None:
+    found = (await aliases_of(connection, owner, [adapter], alias=alias)).get(adapter)
+    return found[0] if found else None
+
+
+def _compare(present: Alias | None, expected_generation: int | None) -> None:
+    generation = 0 if present is None else present.generation
+    if expected_generation is not None and expected_generation != generation:
+        raise AbortedError(f"the alias is at generation {generation}, not {expected_generation}; read it again")
+
+
+async def _check_servable(connection: AsyncConnection, owner: str, adapter: str, digests: Sequence[str]) -> None:
+    columns = models.versions.c
+    mine = (columns.tenant == owner, columns.adapter == adapter, columns.digest.in_(digests))
+    rows = (await connection.execute(select(columns.digest, columns.state, columns.base_digest).where(*mine))).all()
+    if len(rows) < len(set(digests)):
+        raise NotFoundError(NO_VERSION)
+    for row in rows:
+        if row.state != READY:
+            raise FailedPreconditionError(f"version {row.digest} is {row.state.lower()}; an alias can only serve ready versions")
+    if len({row.base_digest for row in rows}) > 1:
+        raise FailedPreconditionError("the versions of a split must be for one base")
+
+
+async def _history(connection: AsyncConnection, owner: str, adapter: str, alias: str) -> Sequence[Row[Any]]:
+    """Every arm that the alias ever had, latest generation first, with the present state of its version."""
+    a, v = models.arms.c, models.versions.c
+    query = (
+        select(a.generation, a.version, v.state)
+        .join(models.versions, (v.tenant == a.tenant) & (v.digest == a.version))
+        .where(a.tenant == owner, a.adapter == adapter, a.alias == alias)
+        .order_by(a.generation.desc(), a.position)
+    )
+    return (await connection.execute(query)).all()
+
+
+def _last_whole(history: Sequence[Row[Any]], present: Alias) -> str:
+    """The last ready version that had all traffic before the present generation, and is not what all traffic goes to now."""
+    num_arms: dict[int, int] = {}
+    for row in history:
+        num_arms[row.generation] = num_arms.get(row.generation, 0) + 1
+    now = present.arms[0].version if len(present.arms) == 1 else None
+    for row in history:
+        earlier_and_whole = row.generation < present.generation and num_arms[row.generation] == 1
+        if earlier_and_whole and row.version != now and row.state == READY:
+            return str(row.version)
+    raise FailedPreconditionError("the alias has no earlier ready version to go back to; set the alias instead")

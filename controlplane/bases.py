@@ -1,0 +1,104 @@
+"""Base models that operators registered."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Row, or_, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from controlplane import models
+from controlplane.db import OPERATOR, PUBLIC, Database
+from veneer.artifact import BaseDescription, TargetModule
+from veneer.errors import AlreadyExistsError, NotFoundError
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredBase:
+    """A base with the time of its registration."""
+
+    description: BaseDescription
+    create_time: datetime
+
+
+class Bases:
+    """Registers and lists bases. Stateless; any task may call it."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def register(self, base: BaseDescription) -> RegisteredBase:
+        """Registers a base; the same digest again gives the stored row.
+
+        Raises:
+            AlreadyExistsError: Another base has the name.
+        """
+        taken = AlreadyExistsError(f"another base is named {base.name!r}")
+        row = {
+            "digest": base.digest,
+            "name": base.name,
+            "family": base.family,
+            "num_layers": base.num_layers,
+            "modules": [dataclasses.asdict(module) for module in base.modules],
+            "vocab_size": base.vocab_size,
+            "max_context": base.max_context,
+            "known_names": list(base.known_names),
+        }
+        async with self._database.transaction(OPERATOR, refusals={"uq_bases_name": taken}) as connection:
+            await connection.execute(insert(models.bases).values(row).on_conflict_do_nothing(index_elements=["digest"]))
+            stored = (await connection.execute(select(models.bases).where(models.bases.c.digest == base.digest))).one()
+        return _base(stored)
+
+    async def all(self) -> list[RegisteredBase]:
+        """All bases, newest first."""
+        order = (models.bases.c.create_time.desc(), models.bases.c.digest)
+        async with self._database.transaction(PUBLIC) as connection:
+            rows = (await connection.execute(select(models.bases).order_by(*order))).all()
+        return [_base(row) for row in rows]
+
+    async def find(self, digest_or_name: str) -> BaseDescription:
+        """The base with this digest or name.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        async with self._database.transaction(PUBLIC) as connection:
+            return (await find_base(connection, digest_or_name)).description
+
+
+async def find_base(connection: AsyncConnection, digest_or_name: str) -> RegisteredBase:
+    """The base with this digest, else the one with this name.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    columns = models.bases.c
+    by_digest = (columns.digest == digest_or_name).desc()
+    query = (
+        select(models.bases)
+        .where(or_(columns.digest == digest_or_name, columns.name == digest_or_name))
+        .order_by(by_digest)
+        .limit(1)
+    )
+    row = (await connection.execute(query)).one_or_none()
+    if row is None:
+        raise NotFoundError(f"there is no base with the digest or name {digest_or_name!r}")
+    return _base(row)
+
+
+def _base(row: Row[Any]) -> RegisteredBase:
+    description = BaseDescription(
+        digest=row.digest,
+        name=row.name,
+        family=row.family,
+        num_layers=row.num_layers,
+        modules=tuple(TargetModule(**module) for module in row.modules),
+        vocab_size=row.vocab_size,
+        max_context=row.max_context,
+        known_names=tuple(row.known_names),
+    )
+    return RegisteredBase(description, row.create_time)

@@ -1,0 +1,115 @@
+"""Grants by which a node reads the files of one version for a short time."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy import select
+
+from controlplane import models
+from controlplane.blobs import Blobs
+from controlplane.catalog import NO_VERSION, READY
+from controlplane.db import NODE, Database
+from controlplane.spool import CONFIG, WEIGHTS
+from controlplane.vault import Vault
+from veneer.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError
+
+_PURPOSE = "blob-grant"
+_TAG_BYTES = 32
+_LEEWAY_S = 60.0
+"""Clocks of two control-plane processes may differ by so much; a grant is good for that much longer than it says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A file that a grant covers; `url` is empty when the store cannot sign."""
+
+    name: str
+    digest: str
+    size_bytes: int
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlobGrant:
+    """A node's permission to read a version's files."""
+
+    token: str
+    blobs: tuple[Blob, ...]
+    expire_time: datetime
+    base_digest: str
+    owner: str
+
+
+class BlobGrants:
+    """Gives and checks grants. A grant is a signed token: checking it asks no database. Stateless; any task may call it."""
+
+    def __init__(
+        self, database: Database, vault: Vault, blobs: Blobs, *, lifetime_s: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._database = database
+        self._vault = vault
+        self._blobs = blobs
+        self._lifetime_s = lifetime_s
+        self._clock = clock
+
+    async def give(self, node_id: str, version: str) -> BlobGrant:
+        """Lets a node read the files of a version.
+
+        Raises:
+            NotFoundError: There is no such version.
+            FailedPreconditionError: It was retired or is quarantined.
+        """
+        columns = models.versions.c
+        async with self._database.transaction(NODE) as connection:
+            row = (await connection.execute(select(models.versions).where(columns.digest == version))).one_or_none()
+        if row is None:
+            raise NotFoundError(NO_VERSION)
+        if row.state != READY:
+            raise FailedPreconditionError(f"version {version} is {row.state.lower()}")
+        end = int(self._clock() + self._lifetime_s)
+        files = ((CONFIG, row.config_digest, row.config_bytes), (WEIGHTS, row.weights_digest, row.weights_bytes))
+        blobs = [
+            Blob(name, digest, size_bytes, await self._blobs.sign(version, digest, lifetime_s=self._lifetime_s))
+            for name, digest, size_bytes in files
+        ]
+        token = self._seal({"node": node_id, "version": version, "files": [blob.digest for blob in blobs], "end": end})
+        expire_time = datetime.fromtimestamp(end, UTC)
+        return BlobGrant(token=token, blobs=tuple(blobs), expire_time=expire_time, base_digest=row.base_digest, owner=row.tenant)
+
+    def check(self, node_id: str, token: str, *, digest: str) -> str:
+        """The version whose file a node may read under a grant.
+
+        Raises:
+            PermissionDeniedError: The grant is none of ours, another node's, at its end, or does not cover the file.
+        """
+        grant = self._unseal(token)
+        if grant["node"] != node_id:
+            raise PermissionDeniedError("the grant is another node's")
+        if self._clock() > grant["end"] + _LEEWAY_S:
+            raise PermissionDeniedError("the grant has ended")
+        if digest not in grant["files"]:
+            raise PermissionDeniedError("the grant does not cover this file")
+        return str(grant["version"])
+
+    def _seal(self, grant: dict[str, object]) -> str:
+        body = json.dumps(grant, separators=(",", ":"), sort_keys=True).encode()
+        return base64.urlsafe_b64encode(self._vault.sign(_PURPOSE, body) + body).decode()
+
+    def _unseal(self, token: str) -> dict[str, object]:
+        try:
+            sealed = base64.urlsafe_b64decode(token.encode())
+        except (binascii.Error, ValueError):
+            sealed = b""
+        tag, body = sealed[:_TAG_BYTES], sealed[_TAG_BYTES:]
+        if not hmac.compare_digest(tag, self._vault.sign(_PURPOSE, body)):
+            raise PermissionDeniedError("the grant is not valid")
+        grant: dict[str, object] = json.loads(body)
+        return grant

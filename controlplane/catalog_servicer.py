@@ -1,0 +1,118 @@
+"""BaseService and CatalogService: proto in, use case, proto out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from controlplane.aliases import Aliases
+from controlplane.bases import Bases
+from controlplane.catalog import Arm, Catalog
+from controlplane.publish import Publisher, PublishOrder
+from controlplane.spool import CONFIG, WEIGHTS, Part
+from controlplane.wire import adapter_message, alias_message, base_description, base_message, version_message
+from veneer.access import current_identity
+from veneer.controlplane.v1 import bases_pb2, bases_pb2_grpc, catalog_pb2, catalog_pb2_grpc
+from veneer.errors import InvalidArgumentError, Violation
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_FILES = {catalog_pb2.ADAPTER_FILE_CONFIG: CONFIG, catalog_pb2.ADAPTER_FILE_WEIGHTS: WEIGHTS}
+
+
+class BaseServicer(bases_pb2_grpc.BaseServiceServicer):
+    """Serves the list of bases."""
+
+    def __init__(self, bases: Bases) -> None:
+        self._bases = bases
+
+    async def RegisterBase(self, request: bases_pb2.RegisterBaseRequest, context: _Context) -> bases_pb2.RegisterBaseResponse:
+        """See the API."""
+        base = await self._bases.register(base_description(request.base))
+        return bases_pb2.RegisterBaseResponse(base=base_message(base))
+
+    async def ListBases(self, request: bases_pb2.ListBasesRequest, context: _Context) -> bases_pb2.ListBasesResponse:
+        """See the API."""
+        return bases_pb2.ListBasesResponse(bases=map(base_message, await self._bases.all()))
+
+
+class CatalogServicer(catalog_pb2_grpc.CatalogServiceServicer):
+    """Serves the caller's own part of the catalogue: the tenant is always that of the credential."""
+
+    def __init__(self, catalog: Catalog, aliases: Aliases, publisher: Publisher) -> None:
+        self._catalog = catalog
+        self._aliases = aliases
+        self._publisher = publisher
+
+    async def Publish(
+        self, requests: AsyncIterator[catalog_pb2.PublishRequest], context: _Context
+    ) -> catalog_pb2.PublishResponse:
+        """See the API."""
+        first = await anext(requests, None)
+        if first is None or not first.HasField("header"):
+            raise InvalidArgumentError.of([Violation("header", "must be the first message of the stream")])
+        header = first.header
+        order = PublishOrder(
+            adapter=header.adapter, base=header.base, request_id=header.request_id, label=header.label, alias=header.alias
+        )
+        published = await self._publisher.publish(current_identity().tenant, order, parts=_parts(requests))
+        alias = None if published.alias is None else alias_message(published.alias)
+        return catalog_pb2.PublishResponse(version=version_message(published.version), alias=alias)
+
+    async def GetAdapter(self, request: catalog_pb2.GetAdapterRequest, context: _Context) -> catalog_pb2.GetAdapterResponse:
+        """See the API."""
+        adapter = await self._catalog.adapter(current_identity().tenant, request.adapter)
+        return catalog_pb2.GetAdapterResponse(adapter=adapter_message(adapter))
+
+    async def ListAdapters(self, request: catalog_pb2.ListAdaptersRequest, context: _Context) -> catalog_pb2.ListAdaptersResponse:
+        """See the API."""
+        owner = current_identity().tenant
+        adapters, token = await self._catalog.adapters(owner, page_size=request.page_size, token=request.page_token)
+        return catalog_pb2.ListAdaptersResponse(adapters=map(adapter_message, adapters), next_page_token=token)
+
+    async def ListVersions(self, request: catalog_pb2.ListVersionsRequest, context: _Context) -> catalog_pb2.ListVersionsResponse:
+        """See the API."""
+        owner, adapter = current_identity().tenant, request.adapter
+        versions, token = await self._catalog.versions(owner, adapter, page_size=request.page_size, token=request.page_token)
+        return catalog_pb2.ListVersionsResponse(versions=map(version_message, versions), next_page_token=token)
+
+    async def SetAlias(self, request: catalog_pb2.SetAliasRequest, context: _Context) -> catalog_pb2.SetAliasResponse:
+        """See the API."""
+        alias = await self._aliases.set(
+            current_identity().tenant,
+            request.adapter,
+            request.alias,
+            arms=[Arm(arm.version, arm.weight) for arm in request.arms],
+            expected_generation=_expected(request),
+        )
+        return catalog_pb2.SetAliasResponse(alias=alias_message(alias))
+
+    async def Rollback(self, request: catalog_pb2.RollbackRequest, context: _Context) -> catalog_pb2.RollbackResponse:
+        """See the API."""
+        alias = await self._aliases.rollback(
+            current_identity().tenant,
+            request.adapter,
+            request.alias,
+            version=request.version,
+            expected_generation=_expected(request),
+        )
+        return catalog_pb2.RollbackResponse(alias=alias_message(alias))
+
+    async def RetireVersion(
+        self, request: catalog_pb2.RetireVersionRequest, context: _Context
+    ) -> catalog_pb2.RetireVersionResponse:
+        """See the API."""
+        version = await self._catalog.retire(current_identity().tenant, request.adapter, request.version)
+        return catalog_pb2.RetireVersionResponse(version=version_message(version))
+
+
+def _expected(request: catalog_pb2.SetAliasRequest | catalog_pb2.RollbackRequest) -> int | None:
+    return request.expected_generation if request.HasField("expected_generation") else None
+
+
+async def _parts(requests: AsyncIterator[catalog_pb2.PublishRequest]) -> AsyncIterator[Part]:
+    async for request in requests:
+        if not request.HasField("part"):
+            raise InvalidArgumentError.of([Violation("header", "is sent once, as the first message of the stream")])
+        yield Part(_FILES[request.part.file], request.part.data)

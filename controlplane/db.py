@@ -1,0 +1,169 @@
+"""Connections and transactions: three roles, the row-level-security scope of each transaction, errors of the database as ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import psycopg
+from psycopg import errors as pg_errors
+from sqlalchemy import event, exc, text
+from sqlalchemy.engine import ExceptionContext
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
+from veneer.errors import AbortedError, InternalError, InvalidArgumentError, UnavailableError, VeneerError
+
+_READ_ONLY = "25006"
+_ADMIN_SHUTDOWN = "57P01"
+_POOL_RECYCLE_S = 300
+_SET_SCOPE = text("SELECT set_config('app.tenant', :tenant, true), set_config('app.scope', :scope, true)")
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """On whose behalf a transaction runs; row-level security shows it those rows and no others.
+
+    Attributes:
+        kind: Name that the policies know.
+        tenant: The tenant, where there is one.
+    """
+
+    kind: str
+    tenant: str = ""
+
+    @classmethod
+    def of_tenant(cls, tenant: str) -> Scope:
+        """A tenant working on what it owns."""
+        return cls("tenant", tenant)
+
+    @classmethod
+    def of_caller(cls, tenant: str) -> Scope:
+        """A tenant about to use adapters: its own, and those granted to it. Reads only."""
+        return cls("caller", tenant)
+
+
+OPERATOR: Final = Scope("operator")
+"""An operator: tenants, nodes and enrolments; no adapter, no version, no key."""
+NODE: Final = Scope("node")
+"""A data plane: versions of all tenants, read-only, and its own node row."""
+
+
+PUBLIC: Final = Scope("public")
+"""Nobody in particular: what all may see, the bases."""
+
+
+class Database:
+    """The service's connections. Owned by the process; closed once at its end.
+
+    Attributes:
+        app: Engine of `veneer_app`, under row-level security.
+        auth: Engine of `veneer_auth`, which may call `identify` and nothing else.
+        relay: Engine of `veneer_relay`, which reads the outbox and the change feed.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.app = _engine(settings, APP_ROLE, overflow=settings.pool_overflow)
+        self.auth = _engine(settings, AUTH_ROLE, overflow=settings.pool_overflow)
+        self.relay = _engine(settings, RELAY_ROLE, overflow=0)
+
+    @asynccontextmanager
+    async def transaction(
+        self, scope: Scope, *, refusals: Mapping[str, VeneerError] | None = None
+    ) -> AsyncIterator[AsyncConnection]:
+        """Runs a transaction of the application role in a scope; commits at the end of the block, rolls back on an error.
+
+        Args:
+            scope: Whose rows it sees.
+            refusals: Error to raise when a constraint of this name is violated.
+
+        Raises:
+            UnavailableError: The database is away, or no connection came free in time.
+            AbortedError: The transaction lost against another one; it may be tried again.
+            InvalidArgumentError: A text holds characters that cannot be stored.
+        """
+        with translated(refusals):
+            async with self.app.begin() as connection:
+                await set_scope(connection, scope)
+                yield connection
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        for engine in (self.app, self.auth, self.relay):
+            await engine.dispose()
+
+
+async def set_scope(connection: AsyncConnection, scope: Scope) -> None:
+    """Sets the scope for the rest of the transaction; it ends with it, so that a pooled connection carries none on."""
+    await connection.execute(_SET_SCOPE, {"tenant": scope.tenant, "scope": scope.kind})
+
+
+class translated:  # noqa: N801  reads as a block: `with translated(): …`
+    """Turns errors of the database driver into errors of `veneer.errors`; others pass."""
+
+    def __init__(self, refusals: Mapping[str, VeneerError] | None = None) -> None:
+        """Takes the error to raise when a constraint of a name is violated."""
+        self._refusals = refusals or {}
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        known = self._translate(error)
+        if known is not None:
+            raise known from error
+
+    def _translate(self, error: BaseException | None) -> VeneerError | None:
+        if isinstance(error, exc.IntegrityError):
+            name = error.orig.diag.constraint_name if isinstance(error.orig, psycopg.Error) else None
+            return self._refusals.get(name or "") or InternalError(f"a constraint of the catalogue was violated: {name}")
+        if isinstance(error, exc.DataError) or _is_nul(error):
+            return InvalidArgumentError(
+                "a text or number in the request cannot be stored (a NUL character, or a number out of range)"
+            )
+        if isinstance(error, exc.DBAPIError) and isinstance(
+            error.orig, pg_errors.SerializationFailure | pg_errors.DeadlockDetected
+        ):
+            return AbortedError("the change lost against another one; try again", retry_after_s=0.1)
+        if isinstance(error, exc.OperationalError | exc.InterfaceError | exc.TimeoutError | asyncio.TimeoutError) or (
+            isinstance(error, exc.DBAPIError) and error.connection_invalidated
+        ):
+            return UnavailableError("the database is away", retry_after_s=1.0)
+        return None
+
+
+def _is_nul(error: BaseException | None) -> bool:
+    return isinstance(error, exc.StatementError) and isinstance(error.orig, psycopg.DataError)
+
+
+def _engine(settings: Settings, role: str, *, overflow: int) -> AsyncEngine:
+    options = (
+        f"-c statement_timeout={int(settings.statement_timeout_s * 1000)}"
+        f" -c idle_in_transaction_session_timeout={int(settings.statement_timeout_s * 1000)}"
+    )
+    engine = create_async_engine(
+        settings.role_url(role),
+        pool_size=settings.pool_size,
+        max_overflow=overflow,
+        pool_timeout=settings.pool_timeout_s,
+        pool_recycle=_POOL_RECYCLE_S,
+        pool_pre_ping=True,
+        connect_args={
+            "connect_timeout": settings.connect_timeout_s,
+            "options": options,
+            "target_session_attrs": "read-write",
+            "application_name": f"veneer-controlplane/{role}",
+        },
+    )
+    event.listen(engine.sync_engine, "handle_error", _mark_disconnects)
+    return engine
+
+
+def _mark_disconnects(context: ExceptionContext) -> None:
+    # A primary that was demoted answers "read-only" and one that shuts down says so: neither connection may go back to the pool.
+    state = getattr(context.original_exception, "sqlstate", None)
+    if state in (_READ_ONLY, _ADMIN_SHUTDOWN):
+        context.is_disconnect = True

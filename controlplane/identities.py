@@ -1,0 +1,73 @@
+"""Who a credential belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import text
+
+from controlplane.db import Database, translated
+from controlplane.vault import Vault
+from veneer.access import Identity, Kind
+
+_IDENTIFY = text("SELECT kind, id, tenant, roles, expire_time, fallback_allowed, weight FROM identify(:hash)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The holder of a valid credential.
+
+    Attributes:
+        kind: `tenant`, `operator`, `node` or `enrollment`.
+        id: Identifier of the key, node or enrolment.
+        tenant: Name of the tenant, for tenant keys.
+        roles: Names of the key's roles, for tenant keys.
+        expire_time: When the credential ends by itself; None: never.
+        fallback_allowed: For tenant keys: the base may answer in place of an adapter if the request allows it.
+        weight: For tenant keys: share of capacity relative to other tenants.
+    """
+
+    kind: Kind
+    id: str
+    tenant: str
+    roles: frozenset[str]
+    expire_time: datetime | None
+    fallback_allowed: bool
+    weight: int
+
+
+class Identities:
+    """Looks credentials up, as the role that may do nothing else. Also the `Authenticator` of both listeners. Stateless."""
+
+    def __init__(self, database: Database, vault: Vault) -> None:
+        self._engine = database.auth
+        self._vault = vault
+
+    async def find(self, key_digest: bytes) -> Holder | None:
+        """The holder of the credential with this SHA-256; None for unknown, expired, used and revoked ones alike.
+
+        Raises:
+            UnavailableError: The database is away.
+        """
+        with translated():
+            async with self._engine.connect() as connection:
+                row = (await connection.execute(_IDENTIFY, {"hash": self._vault.key_hash(key_digest)})).one_or_none()
+        if row is None:
+            return None
+        return Holder(
+            kind=row.kind,
+            id=str(row.id),
+            tenant=row.tenant,
+            roles=frozenset(row.roles),
+            expire_time=row.expire_time,
+            fallback_allowed=row.fallback_allowed,
+            weight=row.weight,
+        )
+
+    async def authenticate(self, key_digest: bytes) -> Identity | None:
+        """See `veneer.access.Authenticator`."""
+        holder = await self.find(key_digest)
+        if holder is None:
+            return None
+        return Identity(kind=holder.kind, key_digest=key_digest, key_id=holder.id, tenant=holder.tenant, roles=holder.roles)

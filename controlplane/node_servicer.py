@@ -1,0 +1,120 @@
+"""NodeService: proto in, use case, proto out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from controlplane.blob_grants import BlobGrants
+from controlplane.blobs import Blobs
+from controlplane.changes import ChangeFeed
+from controlplane.identities import Identities
+from controlplane.nodes import Nodes
+from controlplane.resolve import Reference, Refusal, Resolver
+from controlplane.wire import caller_message, change_message, node_message, resolution_message, timestamp
+from veneer.access import current_identity
+from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
+from veneer.errors import UnauthenticatedError
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_DEFAULT_CHANGES = 1000
+_FAULTS = {
+    nodes_pb2.VERSION_FAULT_NOT_FINITE: "NOT_FINITE",
+    nodes_pb2.VERSION_FAULT_CORRUPT: "CORRUPT",
+}
+
+
+class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
+    """Serves data planes, and operators who let them in."""
+
+    def __init__(
+        self,
+        *,
+        nodes: Nodes,
+        resolver: Resolver,
+        identities: Identities,
+        feed: ChangeFeed,
+        grants: BlobGrants,
+        blobs: Blobs,
+    ) -> None:
+        self._nodes = nodes
+        self._resolver = resolver
+        self._identities = identities
+        self._feed = feed
+        self._grants = grants
+        self._blobs = blobs
+
+    async def CreateEnrollmentToken(
+        self, request: nodes_pb2.CreateEnrollmentTokenRequest, context: _Context
+    ) -> nodes_pb2.CreateEnrollmentTokenResponse:
+        """See the API."""
+        made = await self._nodes.create_token(request.node_name)
+        return nodes_pb2.CreateEnrollmentTokenResponse(token=made.token, expire_time=timestamp(made.expire_time))
+
+    async def EnrollNode(self, request: nodes_pb2.EnrollNodeRequest, context: _Context) -> nodes_pb2.EnrollNodeResponse:
+        """See the API."""
+        made = await self._nodes.enroll(current_identity().key_id, base_digest=request.base_digest)
+        return nodes_pb2.EnrollNodeResponse(node=node_message(made.node), secret=made.secret)
+
+    async def RotateNodeKey(self, request: nodes_pb2.RotateNodeKeyRequest, context: _Context) -> nodes_pb2.RotateNodeKeyResponse:
+        """See the API."""
+        return nodes_pb2.RotateNodeKeyResponse(secret=await self._nodes.rotate(current_identity().key_id))
+
+    async def ListNodes(self, request: nodes_pb2.ListNodesRequest, context: _Context) -> nodes_pb2.ListNodesResponse:
+        """See the API."""
+        return nodes_pb2.ListNodesResponse(nodes=map(node_message, await self._nodes.all()))
+
+    async def RevokeNode(self, request: nodes_pb2.RevokeNodeRequest, context: _Context) -> nodes_pb2.RevokeNodeResponse:
+        """See the API."""
+        return nodes_pb2.RevokeNodeResponse(node=node_message(await self._nodes.revoke(request.id)))
+
+    async def Resolve(self, request: nodes_pb2.ResolveRequest, context: _Context) -> nodes_pb2.ResolveResponse:
+        """See the API."""
+        target = request.target
+        reference = Reference(adapter=target.adapter, owner=target.owner, alias=target.alias, version=target.version)
+        resolved = await self._resolver.resolve(request.key_digest, reference, base_digest=request.base_digest)
+        response = nodes_pb2.ResolveResponse(caller=caller_message(resolved.caller))
+        if isinstance(resolved.outcome, Refusal):
+            response.refusal = nodes_pb2.RefusalReason.Name(int(resolved.outcome))
+        else:
+            response.resolution.CopyFrom(resolution_message(resolved.outcome))
+        return response
+
+    async def Introspect(self, request: nodes_pb2.IntrospectRequest, context: _Context) -> nodes_pb2.IntrospectResponse:
+        """See the API."""
+        holder = await self._identities.find(request.key_digest)
+        if holder is None or holder.kind not in ("tenant", "operator", "node"):
+            raise UnauthenticatedError("no valid credential")
+        return nodes_pb2.IntrospectResponse(kind=holder.kind, tenant=holder.tenant, roles=sorted(holder.roles), key_id=holder.id)
+
+    async def GrantBlobs(self, request: nodes_pb2.GrantBlobsRequest, context: _Context) -> nodes_pb2.GrantBlobsResponse:
+        """See the API."""
+        grant = await self._grants.give(current_identity().key_id, request.version)
+        blobs = [nodes_pb2.Blob(name=one.name, digest=one.digest, size_bytes=one.size_bytes, url=one.url) for one in grant.blobs]
+        return nodes_pb2.GrantBlobsResponse(
+            grant=grant.token,
+            blobs=blobs,
+            expire_time=timestamp(grant.expire_time),
+            base_digest=grant.base_digest,
+            owner=grant.owner,
+        )
+
+    async def ReadBlob(self, request: nodes_pb2.ReadBlobRequest, context: _Context) -> AsyncIterator[nodes_pb2.ReadBlobResponse]:
+        """See the API."""
+        version = self._grants.check(current_identity().key_id, request.grant, digest=request.digest)
+        async for data in self._blobs.read(version, request.digest, offset=request.offset):
+            yield nodes_pb2.ReadBlobResponse(data=data)
+
+    async def ListChanges(self, request: nodes_pb2.ListChangesRequest, context: _Context) -> nodes_pb2.ListChangesResponse:
+        """See the API."""
+        page = await self._feed.read(request.cursor, max_changes=request.max_changes or _DEFAULT_CHANGES)
+        return nodes_pb2.ListChangesResponse(
+            changes=map(change_message, page.changes), next_cursor=page.next_cursor, reset=page.reset
+        )
+
+    async def ReportVersion(self, request: nodes_pb2.ReportVersionRequest, context: _Context) -> nodes_pb2.ReportVersionResponse:
+        """See the API."""
+        quarantined = await self._nodes.report(current_identity().key_id, request.version, fault=_FAULTS[request.fault])
+        return nodes_pb2.ReportVersionResponse(quarantined=quarantined)

@@ -1,0 +1,146 @@
+"""The relay: committed events from the outbox to Redis, as hints.
+
+At least once, in commit order: rows leave the outbox only after Redis took them. A hint says what to look at, never what is true, so one
+that comes twice, late or not at all costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from controlplane.db import Database, translated
+from controlplane.settings import Settings
+from veneer.controlplane.v1 import hints_pb2
+from veneer.errors import VeneerError
+
+_LOG = logging.getLogger(__name__)
+
+CHANNEL: Final = "veneer:hints:v1"
+
+_BATCH = 500
+_LOCK = 0x76656E656572  # "veneer": one relay at a time, or the order would be lost
+_MAX_PAUSE_S = 5.0
+_TRIM_EVERY_S = 600.0
+_SOCKET_TIMEOUT_S = 2.0
+
+_TRY_LOCK = text("SELECT pg_try_advisory_xact_lock(:lock)")
+# Below the oldest running transaction nothing new can appear, so what is read is a prefix of the commit order.
+_TAKE = text("""
+    DELETE FROM outbox WHERE (xid, id) IN (
+        SELECT xid, id FROM outbox WHERE xid < pg_snapshot_xmin(pg_current_snapshot())
+        ORDER BY xid, id LIMIT :limit FOR UPDATE SKIP LOCKED)
+    RETURNING xid::text::bigint AS xid, id, kind, tenant, adapter, version, generation
+""")
+_WAITING = text("SELECT count(*), coalesce(extract(epoch FROM now() - min(create_time)), 0) FROM outbox")
+_TRIM = text("""
+    WITH gone AS (DELETE FROM changes WHERE create_time < now() - make_interval(secs => :age) RETURNING xid, id)
+    UPDATE change_floor f SET xid = last.xid, id = last.id
+    FROM (SELECT xid, id FROM gone ORDER BY xid DESC, id DESC LIMIT 1) last WHERE (last.xid, last.id) > (f.xid, f.id)
+""")
+_TRIM_REQUESTS = text("DELETE FROM publish_requests WHERE create_time < now() - make_interval(secs => :age)")
+
+
+class Relay:
+    """Moves events from the outbox to Redis until it is stopped. Owned by the process; runs as one task.
+
+    It outlives both servers' absence: whatever fails, it pauses, longer each time up to 5 s, and tries again.
+    """
+
+    def __init__(self, database: Database, settings: Settings, *, registry: CollectorRegistry) -> None:
+        self._engine = database.relay
+        self._interval_s = settings.relay_interval_s
+        self._retention_s = settings.change_retention_s
+        url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
+        self._redis = None if url is None else _connect(url)
+        self._relayed = Counter("veneer_controlplane_hints_relayed", "Hints handed to Redis.", registry=registry)
+        self._failed = Counter("veneer_controlplane_relay_failures", "Rounds of the relay that failed.", registry=registry)
+        self._waiting = Gauge("veneer_controlplane_outbox_events", "Events in the outbox.", registry=registry)
+        self._oldest = Gauge(
+            "veneer_controlplane_outbox_oldest_seconds", "Age of the oldest event in the outbox.", registry=registry
+        )
+
+    async def run(self) -> None:
+        """Relays until cancelled."""
+        pause = self._interval_s
+        loop = asyncio.get_running_loop()
+        trim_at = loop.time()
+        while True:
+            try:
+                while await self.relay_batch() == _BATCH:
+                    pass
+                await self._measure()
+                if loop.time() >= trim_at:
+                    await self.trim()
+                    trim_at = loop.time() + _TRIM_EVERY_S
+                pause = self._interval_s
+            except (RedisError, OSError, VeneerError) as error:
+                self._failed.inc()
+                _LOG.warning("hints wait in the outbox", extra={"cause": type(error).__name__, "retry_s": pause})
+                pause = min(pause * 2, _MAX_PAUSE_S)
+            await asyncio.sleep(pause)
+
+    async def relay_batch(self) -> int:
+        """Hands the oldest events to Redis and removes them; returns how many.
+
+        Raises:
+            RedisError: Redis is away; the events stay.
+            UnavailableError: The database is away.
+        """
+        with translated():
+            async with self._engine.begin() as connection:
+                if self._redis is None or not await self._is_ours(connection):
+                    return 0
+                rows = (await connection.execute(_TAKE, {"limit": _BATCH})).all()
+                if not rows:
+                    return 0
+                async with self._redis.pipeline(transaction=False) as pipeline:
+                    for row in sorted(rows, key=lambda row: (row.xid, row.id)):
+                        hint = hints_pb2.Hint(
+                            kind=row.kind, tenant=row.tenant, adapter=row.adapter, version=row.version, generation=row.generation
+                        )
+                        pipeline.publish(CHANNEL, hint.SerializeToString())
+                    await pipeline.execute()
+        self._relayed.inc(len(rows))
+        return len(rows)
+
+    async def trim(self) -> None:
+        """Removes changes and publish answers past their retention."""
+        with translated():
+            async with self._engine.begin() as connection:
+                await connection.execute(_TRIM, {"age": self._retention_s})
+                await connection.execute(_TRIM_REQUESTS, {"age": self._retention_s})
+
+    async def close(self) -> None:
+        """Closes the connection to Redis."""
+        if self._redis is not None:
+            with contextlib.suppress(RedisError, OSError):
+                await self._redis.aclose()
+
+    async def _is_ours(self, connection: AsyncConnection) -> bool:
+        return bool((await connection.execute(_TRY_LOCK, {"lock": _LOCK})).scalar_one())
+
+    async def _measure(self) -> None:
+        with translated():
+            async with self._engine.begin() as connection:
+                count, age = (await connection.execute(_WAITING)).one()
+        self._waiting.set(count)
+        self._oldest.set(float(age))
+
+
+def _connect(url: str) -> Redis:
+    return Redis.from_url(
+        url,
+        socket_timeout=_SOCKET_TIMEOUT_S,
+        socket_connect_timeout=_SOCKET_TIMEOUT_S,
+        socket_keepalive=True,
+        health_check_interval=10,
+    )

@@ -1,0 +1,271 @@
+"""Publishing a version: receive, check, store, and one transaction in which it appears."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from sqlalchemy import Row, select, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from controlplane import models
+from controlplane.aliases import check_alias_name, move
+from controlplane.bases import Bases
+from controlplane.blobs import Blobs
+from controlplane.catalog import READY, STABLE, Alias, Arm, Version, lock_adapter, version_of
+from controlplane.changes import Change, ChangeKind, record
+from controlplane.db import Database, Scope
+from controlplane.settings import Settings
+from controlplane.spool import CONFIG, WEIGHTS, Part, Received, Spool
+from veneer.artifact import BaseDescription, Limits, Report, version_digest
+from veneer.errors import AbortedError, AlreadyExistsError, InvalidArgumentError, Violation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishOrder:
+    """What is published.
+
+    Attributes:
+        adapter: Name of the adapter; it is made by its first version.
+        base: Digest or name of the base.
+        request_id: The caller's own identifier of this publish.
+        label: Free text.
+        alias: Alias to point at the new version; empty: none, but an adapter's first version becomes `stable`.
+    """
+
+    adapter: str
+    base: str
+    request_id: str
+    label: str = ""
+    alias: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The stored version, and the alias that was moved with it."""
+
+    version: Version
+    alias: Alias | None
+
+
+class Check(Protocol):
+    """Checks the files of an adapter away from this process; see `controlplane.intake.check_in_jail`."""
+
+    def __call__(  # noqa: D102
+        self, config: Path, weights: Path, base: BaseDescription, limits: Limits, *, timeout_s: float
+    ) -> Awaitable[Report]: ...
+
+
+class PublishMetrics:
+    """Counts publishes by outcome and times their check."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.published = Counter("veneer_controlplane_versions_published", "Versions published.", registry=registry)
+        self.repeated = Counter(
+            "veneer_controlplane_publishes_repeated", "Publishes answered from the stored answer.", registry=registry
+        )
+        self.received = Counter("veneer_controlplane_upload_bytes", "Bytes of uploads received.", registry=registry)
+        self.check_seconds = Histogram("veneer_controlplane_check_seconds", "Time of publish checks.", registry=registry)
+
+
+class Publisher:
+    """Use case of publishing. Owns the bounds on uploads and checks at a time, and the order of publishes with one request_id.
+
+    Nothing is visible before the transaction at the end: a crash earlier leaves at most an object in the store that no row names, and the
+    same publish again finishes it.
+    """
+
+    def __init__(self, database: Database, blobs: Blobs, settings: Settings, *, check: Check, metrics: PublishMetrics) -> None:
+        self._database = database
+        self._bases = Bases(database)
+        self._blobs = blobs
+        self._settings = settings
+        self._check = check
+        self._metrics = metrics
+        self._limits = Limits(
+            max_config_bytes=settings.max_config_bytes,
+            max_weights_bytes=settings.max_weights_bytes,
+            max_rank=settings.max_rank,
+            max_tensors=settings.max_tensors,
+        )
+        self._uploads = asyncio.Semaphore(settings.max_publishes)
+        self._checks = asyncio.Semaphore(settings.max_checks)
+        self._running: dict[tuple[str, str], _Turn] = {}
+
+    async def publish(self, owner: str, order: PublishOrder, *, parts: AsyncIterator[Part]) -> Published:
+        """Publishes a version; the same request_id and content again give the same answer.
+
+        Raises:
+            InvalidArgumentError: The upload or the adapter is at fault, or the request_id was used for other content.
+            NotFoundError: There is no such base.
+            AlreadyExistsError: The owner has published this content under another request_id.
+            AbortedError: The same request_id is being published by another process; try again.
+            UnavailableError: Database, store or jail are away.
+            DeadlineExceededError: A part or the check took too long.
+        """
+        if order.alias:
+            check_alias_name(order.alias)
+        base = await self._bases.find(order.base)
+        limits = {CONFIG: self._settings.max_config_bytes, WEIGHTS: self._settings.max_weights_bytes}
+        spool = Spool(self._settings.spool_folder, limits, part_timeout_s=self._settings.part_timeout_s)
+        async with self._uploads, spool:
+            files = await spool.receive(parts)
+            self._metrics.received.inc(sum(file.size_bytes for file in files.values()))
+            draft = _Draft.of(owner, order, base=base, files=files)
+            async with self._turn(owner, order.request_id):
+                published = await self._stored(draft)
+                if published is not None:
+                    self._metrics.repeated.inc()
+                    return published
+                report = await self._checked(draft)
+                for file in files.values():
+                    await self._blobs.put(draft.digest, file.digest, file.path)
+                return await self._commit(draft, report)
+
+    @asynccontextmanager
+    async def _turn(self, owner: str, request_id: str) -> AsyncIterator[None]:
+        """One publish at a time with a request_id: the others wait and find its answer."""
+        turn = self._running.setdefault((owner, request_id), _Turn())
+        turn.num_waiting += 1
+        try:
+            async with turn.lock:
+                yield
+        finally:
+            turn.num_waiting -= 1
+            if turn.num_waiting == 0:
+                del self._running[owner, request_id]
+
+    async def _stored(self, draft: _Draft) -> Published | None:
+        """The answer that was given to this request_id before; None when it is new and its content too."""
+        async with self._database.transaction(Scope.of_tenant(draft.owner)) as connection:
+            published = await _answered(connection, draft)
+            if published is None:
+                await _refuse_known(connection, draft)
+            return published
+
+    async def _checked(self, draft: _Draft) -> Report:
+        async with self._checks:
+            with self._metrics.check_seconds.time():
+                config, weights = draft.files[CONFIG].path, draft.files[WEIGHTS].path
+                return await self._check(config, weights, draft.base, self._limits, timeout_s=self._settings.check_timeout_s)
+
+    async def _commit(self, draft: _Draft, report: Report) -> Published:
+        owner, order = draft.owner, draft.order
+        refusals = {
+            "pk_versions": AlreadyExistsError(f"this content was published already as version {draft.digest}"),
+            "pk_publish_requests": AbortedError("the same request_id is being published; try again", retry_after_s=0.5),
+        }
+        async with self._database.transaction(Scope.of_tenant(owner), refusals=refusals) as connection:
+            made = insert(models.adapters).values(tenant=owner, name=order.adapter, num_versions=0)
+            await connection.execute(made.on_conflict_do_nothing())
+            number = await lock_adapter(connection, owner, order.adapter) + 1
+            published = await _answered(connection, draft)  # by another process, while this one waited for the lock
+            if published is not None:
+                return published
+            await _refuse_known(connection, draft)
+            version = await _insert_version(connection, draft, report=report, number=number)
+            alias_name = order.alias or (STABLE if number == 1 else "")
+            alias = None
+            if alias_name:
+                alias = await move(connection, owner, order.adapter, alias_name, arms=[Arm(version.digest, 1)])
+            answer = {
+                "tenant": owner,
+                "request_id": order.request_id,
+                "fingerprint": draft.fingerprint,
+                "version": version.digest,
+                "alias": None if alias is None else _to_json(alias),
+            }
+            await connection.execute(insert(models.publish_requests).values(answer))
+        self._metrics.published.inc()
+        return Published(version, alias)
+
+
+class _Turn:
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.num_waiting = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A publish whose files came whole."""
+
+    owner: str
+    order: PublishOrder
+    base: BaseDescription
+    files: Mapping[str, Received]
+    digest: str
+    fingerprint: bytes
+
+    @classmethod
+    def of(cls, owner: str, order: PublishOrder, *, base: BaseDescription, files: Mapping[str, Received]) -> _Draft:
+        digest = version_digest(owner, base.digest, {name: file.digest for name, file in files.items()})
+        content = json.dumps([digest, order.adapter, order.label, order.alias])
+        return cls(owner, order, base, files, digest, hashlib.sha256(content.encode()).digest())
+
+
+async def _answered(connection: AsyncConnection, draft: _Draft) -> Published | None:
+    r, v = models.publish_requests.c, models.versions.c
+    query = (
+        select(r.fingerprint, r.alias.label("moved"), *v)
+        .join(models.versions, (v.tenant == r.tenant) & (v.digest == r.version))
+        .where(r.tenant == draft.owner, r.request_id == draft.order.request_id)
+    )
+    row: Row[Any] | None = (await connection.execute(query)).one_or_none()
+    if row is None:
+        return None
+    if bytes(row.fingerprint) != draft.fingerprint:
+        raise InvalidArgumentError.of([Violation("header.request_id", "was used before for a publish with other content")])
+    return Published(version_of(row), None if row.moved is None else _from_json(row.moved))
+
+
+async def _refuse_known(connection: AsyncConnection, draft: _Draft) -> None:
+    columns = models.versions.c
+    query = select(columns.adapter, columns.number).where(columns.tenant == draft.owner, columns.digest == draft.digest)
+    row = (await connection.execute(query)).one_or_none()
+    if row is not None:
+        raise AlreadyExistsError(f"this content is version {row.number} of adapter {row.adapter!r} already: {draft.digest}")
+
+
+async def _insert_version(connection: AsyncConnection, draft: _Draft, *, report: Report, number: int) -> Version:
+    row = {
+        "tenant": draft.owner,
+        "digest": draft.digest,
+        "adapter": draft.order.adapter,
+        "number": number,
+        "base_digest": draft.base.digest,
+        "state": READY,
+        "config_digest": draft.files[CONFIG].digest,
+        "config_bytes": draft.files[CONFIG].size_bytes,
+        "weights_digest": draft.files[WEIGHTS].digest,
+        "weights_bytes": draft.files[WEIGHTS].size_bytes,
+        "max_rank": report.max_rank,
+        "report": dataclasses.asdict(report),
+        "label": draft.order.label,
+    }
+    stored = (await connection.execute(insert(models.versions).values(row).returning(*models.versions.c))).one()
+    mine = (models.adapters.c.tenant == draft.owner, models.adapters.c.name == draft.order.adapter)
+    await connection.execute(update(models.adapters).where(*mine).values(num_versions=number))
+    change = Change(kind=ChangeKind.VERSION, tenant=draft.owner, adapter=draft.order.adapter, version=draft.digest)
+    await record(connection, change)
+    return version_of(stored)
+
+
+def _to_json(alias: Alias) -> dict[str, Any]:
+    arms = [dataclasses.asdict(arm) for arm in alias.arms]
+    return {"name": alias.name, "generation": alias.generation, "arms": arms, "update_time": alias.update_time.isoformat()}
+
+
+def _from_json(fields: Mapping[str, Any]) -> Alias:
+    arms = tuple(Arm(**arm) for arm in fields["arms"])
+    return Alias(fields["name"], fields["generation"], arms, datetime.fromisoformat(fields["update_time"]))

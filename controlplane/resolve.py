@@ -1,0 +1,171 @@
+"""What an adapter reference means for a caller: the hot path of the control plane."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import IntEnum
+
+from sqlalchemy import TextClause, text
+
+from controlplane.catalog import QUARANTINED, READY, RETIRED, STABLE
+from controlplane.db import Database, Scope
+from controlplane.identities import Holder, Identities
+from controlplane.vault import Vault
+from veneer.errors import UnauthenticatedError
+
+_CALLER = "caller"
+
+
+class Refusal(IntEnum):
+    """Why a reference has no resolution, numbered as in the API."""
+
+    NOT_FOUND = 1
+    ROLE = 2
+    BASE_MISMATCH = 3
+    RETIRED = 4
+    QUARANTINED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """An adapter as a caller wrote it.
+
+    Attributes:
+        adapter: Name; empty means the base itself.
+        owner: Tenant that owns it; empty means the caller's own.
+        alias: Alias; empty means `stable`. Ignored when a version is named.
+        version: Digest of a version; empty when an alias is followed.
+    """
+
+    adapter: str
+    owner: str = ""
+    alias: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """A caller as data planes know it."""
+
+    tenant: str
+    key_id: str
+    roles: tuple[str, ...]
+    fallback_allowed: bool
+    weight: int
+    cache_salt: bytes
+    expire_time: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servable:
+    """A version that a node may serve to the caller, with its share."""
+
+    digest: str
+    number: int
+    weight: int
+    max_rank: int
+    size_bytes: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """What a reference means; without arms for the base."""
+
+    owner: str = ""
+    adapter: str = ""
+    alias: str = ""
+    generation: int = 0
+    arms: tuple[Servable, ...] = ()
+    split_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The caller, and what the reference means or why it means nothing."""
+
+    caller: Caller
+    outcome: Resolution | Refusal
+
+
+_BY_ALIAS = text("""
+    SELECT a.generation, b.weight, v.digest, v.number, v.max_rank, v.config_bytes + v.weights_bytes AS size_bytes, v.state, v.base_digest
+    FROM aliases a
+    JOIN arms b ON b.tenant = a.tenant AND b.adapter = a.adapter AND b.alias = a.name AND b.generation = a.generation
+    JOIN versions v ON v.tenant = b.tenant AND v.digest = b.version
+    WHERE a.tenant = :owner AND a.adapter = :adapter AND a.name = :wanted
+    ORDER BY b.position
+""")
+_BY_VERSION = text("""
+    SELECT 0 AS generation, 1 AS weight, digest, number, max_rank, config_bytes + weights_bytes AS size_bytes, state, base_digest
+    FROM versions WHERE tenant = :owner AND adapter = :adapter AND digest = :wanted
+""")
+
+
+class Resolver:
+    """Resolves references. Stateless; any task may call it."""
+
+    def __init__(self, database: Database, identities: Identities, vault: Vault) -> None:
+        self._database = database
+        self._identities = identities
+        self._vault = vault
+
+    async def resolve(self, key_digest: bytes, reference: Reference, *, base_digest: str) -> Resolved:
+        """Tells who a key belongs to and what a reference means for its tenant on a node with this base.
+
+        The lookup runs in the caller's own row-level-security scope, which holds its own adapters and those granted to it; so a foreign
+        adapter and one that does not exist take the same query and give the same answer.
+
+        Raises:
+            UnauthenticatedError: No tenant's valid key has this digest.
+            UnavailableError: The database is away.
+        """
+        holder = await self._identities.find(key_digest)
+        if holder is None or holder.kind != "tenant":
+            raise UnauthenticatedError("no valid credential")
+        caller = self._caller(holder)
+        if _CALLER not in holder.roles:
+            return Resolved(caller, Refusal.ROLE)
+        if not reference.adapter:
+            return Resolved(caller, Resolution())
+        return Resolved(caller, await self._look_up(holder.tenant, reference, base_digest=base_digest))
+
+    async def _look_up(self, tenant: str, reference: Reference, *, base_digest: str) -> Resolution | Refusal:
+        owner, alias = reference.owner or tenant, "" if reference.version else reference.alias or STABLE
+        query: TextClause = _BY_VERSION if reference.version else _BY_ALIAS
+        parameters = {"owner": owner, "adapter": reference.adapter, "wanted": reference.version or alias}
+        async with self._database.transaction(Scope.of_caller(tenant)) as connection:
+            rows = (await connection.execute(query, parameters)).all()
+        if not rows:
+            return Refusal.NOT_FOUND
+        if any(row.base_digest != base_digest for row in rows):
+            return Refusal.BASE_MISMATCH
+        if all(row.state != READY for row in rows):
+            return {RETIRED: Refusal.RETIRED, QUARANTINED: Refusal.QUARANTINED}[rows[0].state]
+        arms = tuple(
+            Servable(
+                digest=row.digest,
+                number=row.number,
+                weight=row.weight,
+                max_rank=row.max_rank,
+                size_bytes=row.size_bytes,
+                state=row.state,
+            )
+            for row in rows
+        )
+        salt = self._vault.split_salt(owner, reference.adapter, alias) if len(arms) > 1 else b""
+        return Resolution(
+            owner=owner, adapter=reference.adapter, alias=alias, generation=rows[0].generation, arms=arms, split_salt=salt
+        )
+
+    def _caller(self, holder: Holder) -> Caller:
+        return Caller(
+            tenant=holder.tenant,
+            key_id=holder.id,
+            roles=tuple(sorted(holder.roles)),
+            fallback_allowed=holder.fallback_allowed,
+            weight=holder.weight,
+            cache_salt=self._vault.cache_salt(holder.tenant),
+            expire_time=holder.expire_time,
+        )

@@ -1,0 +1,61 @@
+"""Who may call which method of the control plane. A method that is not here is served to nobody: the start fails."""
+
+from __future__ import annotations
+
+from veneer.access import Rule, Rules
+
+_OPERATOR = Rule.of("operator")
+_NODE = Rule.of("node")
+_TENANT = Rule.of("tenant")
+_KEYS = Rule.of("tenant", "operator", roles=["owner"])
+_PUBLISH = Rule.of("tenant", roles=["owner", "publisher"])
+
+
+def _service(name: str, rules: dict[str, Rule]) -> dict[str, Rule]:
+    return {f"/veneer.controlplane.v1.{name}/{method}": rule for method, rule in rules.items()}
+
+
+RULES: Rules = {
+    **_service("BaseService", {"RegisterBase": _OPERATOR, "ListBases": Rule.of("tenant", "operator", "node")}),
+    **_service(
+        "TenantService",
+        {
+            "CreateTenant": _OPERATOR,
+            "ListTenants": _OPERATOR,
+            "CreateKey": _KEYS,
+            "ListKeys": _KEYS,
+            "RevokeKey": _KEYS,
+            "CreateGrant": _PUBLISH,
+            "ListGrants": _TENANT,
+            "RevokeGrant": _PUBLISH,
+        },
+    ),
+    **_service(
+        "CatalogService",
+        {
+            "Publish": _PUBLISH,
+            "GetAdapter": _TENANT,
+            "ListAdapters": _TENANT,
+            "ListVersions": _TENANT,
+            "SetAlias": Rule.of("tenant", roles=["publisher"]),
+            "Rollback": Rule.of("tenant", roles=["publisher"]),
+            "RetireVersion": _PUBLISH,
+        },
+    ),
+    **_service(
+        "NodeService",
+        {
+            "CreateEnrollmentToken": _OPERATOR,
+            "EnrollNode": Rule.of("enrollment"),
+            "RotateNodeKey": _NODE,
+            "ListNodes": _OPERATOR,
+            "RevokeNode": _OPERATOR,
+            "Resolve": _NODE,
+            "Introspect": _NODE,
+            "GrantBlobs": _NODE,
+            "ReadBlob": _NODE,
+            "ListChanges": _NODE,
+            "ReportVersion": _NODE,
+        },
+    ),
+}

@@ -1,0 +1,71 @@
+"""The schema of the database: migrations, passwords of the service's roles, the first operator."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from psycopg import sql
+from sqlalchemy import Connection, create_engine, insert
+from sqlalchemy.exc import IntegrityError
+
+from controlplane import models
+from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
+from controlplane.vault import Vault, new_secret, secret_digest
+from veneer.errors import AlreadyExistsError
+
+_HERE = Path(__file__).resolve().parent
+_MIGRATIONS = next(folder for folder in (_HERE / "migrations", _HERE.parent / "migrations") if folder.is_dir())
+"""Beside this module in an installed wheel, at the root in a checkout."""
+_FIRST = "bootstrap"
+
+
+def migrate(settings: Settings, *, revision: str = "head") -> None:
+    """Brings the schema to a revision and sets the roles' passwords, as the owner of the tables. Blocks."""
+    engine = create_engine(settings.owner())
+    try:
+        with engine.connect() as connection:
+            config = Config()
+            config.set_main_option("script_location", str(_MIGRATIONS))
+            config.attributes["connection"] = connection
+            command.upgrade(config, revision)
+            connection.commit()
+            _set_passwords(connection, settings)
+            connection.commit()
+    finally:
+        engine.dispose()
+
+
+def make_first_operator(settings: Settings, vault: Vault) -> str:
+    """Makes the first operator and returns its key. Blocks.
+
+    Raises:
+        AlreadyExistsError: It was made before; its key cannot be shown again.
+    """
+    secret = new_secret()
+    engine = create_engine(settings.owner())
+    try:
+        with engine.begin() as connection:
+            row = {"id": uuid.uuid4(), "origin": _FIRST, "hash": vault.key_hash(secret_digest(secret))}
+            connection.execute(insert(models.operators).values(row))
+    except IntegrityError as error:
+        raise AlreadyExistsError(
+            "the first operator was made before; its key was shown then and cannot be shown again"
+        ) from error
+    finally:
+        engine.dispose()
+    return secret
+
+
+def _set_passwords(connection: Connection, settings: Settings) -> None:
+    passwords = {APP_ROLE: settings.app_password, AUTH_ROLE: settings.auth_password, RELAY_ROLE: settings.relay_password}
+    driver = connection.connection.driver_connection
+    assert driver is not None
+    for role, password in passwords.items():
+        if password is not None:
+            statement = sql.SQL("ALTER ROLE {} PASSWORD {}").format(
+                sql.Identifier(role), sql.Literal(password.get_secret_value())
+            )
+            driver.execute(statement)

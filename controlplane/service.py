@@ -1,0 +1,130 @@
+"""The control plane put together: use cases, servicers, listeners, relay."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+from typing import Self
+
+from prometheus_client import CollectorRegistry
+
+from controlplane.aliases import Aliases
+from controlplane.bases import Bases
+from controlplane.blob_grants import BlobGrants
+from controlplane.blobs import Blobs
+from controlplane.catalog import Catalog
+from controlplane.catalog_servicer import BaseServicer, CatalogServicer
+from controlplane.changes import ChangeFeed
+from controlplane.db import Database
+from controlplane.grants import Sharing
+from controlplane.identities import Identities
+from controlplane.intake import check_in_jail
+from controlplane.node_servicer import NodeServicer
+from controlplane.nodes import Nodes
+from controlplane.outbox import Relay
+from controlplane.publish import Check, Publisher, PublishMetrics
+from controlplane.resolve import Resolver
+from controlplane.rules import RULES
+from controlplane.settings import Settings
+from controlplane.tenant_servicer import TenantServicer
+from controlplane.tenants import Tenants
+from controlplane.vault import Vault
+from veneer.controlplane.v1 import (
+    bases_pb2,
+    bases_pb2_grpc,
+    catalog_pb2,
+    catalog_pb2_grpc,
+    nodes_pb2,
+    nodes_pb2_grpc,
+    tenants_pb2,
+    tenants_pb2_grpc,
+)
+from veneer.server import PlaneServer, ServerOptions, Service, Tls
+
+
+class ControlPlane:
+    """One control-plane process. Owned by the event loop in which it is entered.
+
+    Attributes:
+        server: Its listeners.
+        database: Its connections.
+        relay: Its relay of hints.
+    """
+
+    def __init__(self, settings: Settings, vault: Vault, *, check: Check = check_in_jail) -> None:
+        registry = CollectorRegistry()
+        self.database = Database(settings)
+        self.relay = Relay(self.database, settings, registry=registry)
+        identities = Identities(self.database, vault)
+        blobs = Blobs(settings.store_url)
+        publisher = Publisher(self.database, blobs, settings, check=check, metrics=PublishMetrics(registry))
+        node_servicer = NodeServicer(
+            nodes=Nodes(self.database, vault, settings),
+            resolver=Resolver(self.database, identities, vault),
+            identities=identities,
+            feed=ChangeFeed(self.database),
+            grants=BlobGrants(self.database, vault, blobs, lifetime_s=settings.grant_lifetime_s),
+            blobs=blobs,
+        )
+        services = [
+            Service(
+                bases_pb2.DESCRIPTOR.services_by_name["BaseService"],
+                partial(bases_pb2_grpc.add_BaseServiceServicer_to_server, BaseServicer(Bases(self.database))),
+            ),
+            Service(
+                tenants_pb2.DESCRIPTOR.services_by_name["TenantService"],
+                partial(
+                    tenants_pb2_grpc.add_TenantServiceServicer_to_server,
+                    TenantServicer(Tenants(self.database, vault), Sharing(self.database)),
+                ),
+            ),
+            Service(
+                catalog_pb2.DESCRIPTOR.services_by_name["CatalogService"],
+                partial(
+                    catalog_pb2_grpc.add_CatalogServiceServicer_to_server,
+                    CatalogServicer(Catalog(self.database), Aliases(self.database), publisher),
+                ),
+                listeners=("callers",),
+            ),
+            Service(
+                nodes_pb2.DESCRIPTOR.services_by_name["NodeService"],
+                partial(nodes_pb2_grpc.add_NodeServiceServicer_to_server, node_servicer),
+            ),
+        ]
+        self.server = PlaneServer(
+            _options(settings),
+            services=services,
+            rules=RULES,
+            authenticators={"callers": identities, "operators": identities},
+            registry=registry,
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self.relay.run(), name="relay")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        await self.relay.close()
+        await self.database.close()
+
+
+def _options(settings: Settings) -> ServerOptions:
+    tls = None
+    if settings.tls_certificate is not None and settings.tls_key is not None:
+        tls = Tls(certificate=settings.tls_certificate, key=settings.tls_key)
+    return ServerOptions(
+        callers=settings.listen_callers,
+        operators=settings.listen_operators,
+        metrics=settings.listen_metrics,
+        tls=tls,
+        allow_plaintext=settings.allow_plaintext,
+        reflection=settings.reflection,
+        ready_file=settings.ready_file,
+        drain_grace_s=settings.drain_grace_s,
+    )

@@ -1,0 +1,148 @@
+"""Settings of the control-plane process, from the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+APP_ROLE = "veneer_app"
+AUTH_ROLE = "veneer_auth"
+RELAY_ROLE = "veneer_relay"
+
+_GIB = 1 << 30
+
+
+class Settings(BaseSettings):
+    """All settings; each is read from `VENEER_CONTROLPLANE_` and its name in capitals. A bad value stops the start.
+
+    Attributes:
+        database_url: Where the database is, e.g. `postgresql://db.internal:5432/veneer`. User and password in it are replaced by those
+            of the service's three roles.
+        app_password: Password of `veneer_app`; absent where the server asks for none (a local socket).
+        auth_password: Password of `veneer_auth`.
+        relay_password: Password of `veneer_relay`.
+        owner_url: Address with the user that owns the tables; only `migrate` and `bootstrap` use it.
+        pool_size: Connections kept open for each role.
+        pool_overflow: Further connections of the application role under load.
+        pool_timeout_s: Wait for a free connection, then UNAVAILABLE.
+        connect_timeout_s: Wait for a connection to be made; libpq knows no less than 2.
+        statement_timeout_s: Longest statement.
+        redis_url: Server for hints; absent: hints stay in the outbox.
+        store_url: Object store for adapter files: `file:///folder`, `s3://bucket/prefix` or another address that obstore knows.
+        spool_folder: Where uploads wait for their check; absent: the system's temporary folder.
+        pepper: Secret of the service, at least 32 characters; all derived secrets and stored credentials depend on it.
+        pepper_file: File to read it from; `bootstrap` makes the file when it is absent.
+        listen_callers: Address for tenants and nodes; port 0 takes any.
+        listen_operators: Address for operators.
+        listen_metrics: Address of the Prometheus page.
+        tls_certificate: PEM chain; with `tls_key` turns on TLS on both listeners.
+        tls_key: PEM private key.
+        allow_plaintext: Allows to listen beyond loopback without TLS.
+        reflection: Serves gRPC reflection.
+        ready_file: Written when the service listens: a JSON object with the addresses.
+        drain_grace_s: How long running calls may go on after a stop signal.
+        max_config_bytes: Largest `adapter_config.json`.
+        max_weights_bytes: Largest `adapter_model.safetensors`.
+        max_rank: Largest rank of a pair.
+        max_tensors: Most tensors in a file.
+        max_publishes: Uploads received at the same time.
+        max_checks: Publish checks run at the same time.
+        check_timeout_s: Longest publish check.
+        part_timeout_s: Longest wait for the next part of an upload.
+        grant_lifetime_s: Life of a blob grant.
+        enrollment_lifetime_s: Life of an enrolment token.
+        node_key_overlap_s: How long a node's old key works after a rotation.
+        quarantine_reports: Nodes that must report a version before it is quarantined.
+        relay_interval_s: Pause between looks into the outbox when nothing wakes the relay.
+        change_retention_s: How long changes and publish requests are kept; at least a day.
+        log_level: Least level that is logged.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="VENEER_CONTROLPLANE_", frozen=True, extra="forbid")
+
+    database_url: str = "postgresql://127.0.0.1:5432/veneer"
+    app_password: SecretStr | None = None
+    auth_password: SecretStr | None = None
+    relay_password: SecretStr | None = None
+    owner_url: SecretStr | None = None
+    pool_size: Annotated[int, Field(ge=1, le=200)] = 10
+    pool_overflow: Annotated[int, Field(ge=0, le=200)] = 10
+    pool_timeout_s: Annotated[float, Field(gt=0, le=30)] = 2.0
+    connect_timeout_s: Annotated[int, Field(ge=2, le=30)] = 2
+    statement_timeout_s: Annotated[float, Field(gt=0, le=600)] = 10.0
+    redis_url: SecretStr | None = None
+    store_url: str = "file:///var/lib/veneer/store"
+    spool_folder: Path | None = None
+    pepper: SecretStr | None = None
+    pepper_file: Path | None = None
+    listen_callers: str = "127.0.0.1:7600"
+    listen_operators: str = "127.0.0.1:7601"
+    listen_metrics: str = "127.0.0.1:7609"
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    allow_plaintext: bool = False
+    reflection: bool = False
+    ready_file: Path | None = None
+    drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    max_config_bytes: Annotated[int, Field(ge=1024, le=1 << 20)] = 1 << 20
+    max_weights_bytes: Annotated[int, Field(ge=1024, le=4 * _GIB)] = 4 * _GIB
+    max_rank: Annotated[int, Field(ge=1, le=1024)] = 256
+    max_tensors: Annotated[int, Field(ge=1, le=65536)] = 4096
+    max_publishes: Annotated[int, Field(ge=1, le=256)] = 8
+    max_checks: Annotated[int, Field(ge=1, le=64)] = 2
+    check_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
+    part_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
+    grant_lifetime_s: Annotated[float, Field(ge=1, le=86400)] = 900.0
+    enrollment_lifetime_s: Annotated[float, Field(ge=1, le=86400)] = 3600.0
+    node_key_overlap_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
+    quarantine_reports: Annotated[int, Field(ge=1, le=100)] = 1
+    relay_interval_s: Annotated[float, Field(gt=0, le=60)] = 0.5
+    change_retention_s: Annotated[float, Field(ge=86400)] = 2 * 86400.0
+    log_level: str = "INFO"
+
+    @field_validator("database_url")
+    @classmethod
+    def _known_address(cls, value: str) -> str:
+        try:
+            make_url(value)
+        except ArgumentError as error:
+            raise ValueError("is not a database address such as postgresql://host:5432/veneer") from error
+        return value
+
+    @model_validator(mode="after")
+    def _whole(self) -> Settings:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key are set together or not at all")
+        if self.pepper is not None and self.pepper_file is not None:
+            raise ValueError("set pepper or pepper_file, not both")
+        return self
+
+    def role_url(self, role: str) -> URL:
+        """Address under which the service connects as one of its three roles."""
+        passwords = {APP_ROLE: self.app_password, AUTH_ROLE: self.auth_password, RELAY_ROLE: self.relay_password}
+        password = passwords[role]
+        url = make_url(self.database_url)
+        return URL.create(
+            "postgresql+psycopg",
+            username=role,
+            password=None if password is None else password.get_secret_value(),
+            host=url.host,
+            port=url.port,
+            database=url.database,
+            query=url.query,
+        )
+
+    def owner(self) -> URL:
+        """Address of the owner of the tables.
+
+        Raises:
+            ValueError: `owner_url` is not set.
+        """
+        if self.owner_url is None:
+            raise ValueError("VENEER_CONTROLPLANE_OWNER_URL is not set")
+        return make_url(self.owner_url.get_secret_value()).set(drivername="postgresql+psycopg")

@@ -1,0 +1,94 @@
+"""TenantService: proto in, use case, proto out."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from controlplane.grants import Sharing
+from controlplane.tenants import Tenants
+from controlplane.wire import grant_message, key_message, role_name, tenant_message
+from veneer.access import current_identity
+from veneer.controlplane.v1 import tenants_pb2, tenants_pb2_grpc
+from veneer.errors import InvalidArgumentError, NotFoundError, Violation
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_MAX_LIFETIME = timedelta(days=3650)
+
+
+class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
+    """Serves tenants, keys and grants. Tenants act for themselves only; operators name the tenant whose keys they manage."""
+
+    def __init__(self, tenants: Tenants, sharing: Sharing) -> None:
+        self._tenants = tenants
+        self._sharing = sharing
+
+    async def CreateTenant(self, request: tenants_pb2.CreateTenantRequest, context: _Context) -> tenants_pb2.CreateTenantResponse:
+        """See the API."""
+        wanted = request.tenant
+        allowed = wanted.fallback != tenants_pb2.FALLBACK_POLICY_FORBIDDEN
+        tenant = await self._tenants.create(wanted.name, fallback_allowed=allowed, weight=wanted.weight or 1)
+        return tenants_pb2.CreateTenantResponse(tenant=tenant_message(tenant))
+
+    async def ListTenants(self, request: tenants_pb2.ListTenantsRequest, context: _Context) -> tenants_pb2.ListTenantsResponse:
+        """See the API."""
+        tenants, token = await self._tenants.page(page_size=request.page_size, token=request.page_token)
+        return tenants_pb2.ListTenantsResponse(tenants=map(tenant_message, tenants), next_page_token=token)
+
+    async def CreateKey(self, request: tenants_pb2.CreateKeyRequest, context: _Context) -> tenants_pb2.CreateKeyResponse:
+        """See the API."""
+        tenant = _tenant_of(request.tenant)
+        roles = [role_name(role) for role in request.roles]
+        lifetime = _lifetime(request.lifetime) if request.HasField("lifetime") else None
+        made = await self._tenants.create_key(tenant, roles, label=request.label, lifetime=lifetime)
+        return tenants_pb2.CreateKeyResponse(key=key_message(made.key), secret=made.secret)
+
+    async def ListKeys(self, request: tenants_pb2.ListKeysRequest, context: _Context) -> tenants_pb2.ListKeysResponse:
+        """See the API."""
+        tenant = _tenant_of(request.tenant)
+        keys, token = await self._tenants.list_keys(tenant, page_size=request.page_size, token=request.page_token)
+        return tenants_pb2.ListKeysResponse(keys=map(key_message, keys), next_page_token=token)
+
+    async def RevokeKey(self, request: tenants_pb2.RevokeKeyRequest, context: _Context) -> tenants_pb2.RevokeKeyResponse:
+        """See the API."""
+        key = await self._tenants.revoke_key(_tenant_of(request.tenant), request.id)
+        return tenants_pb2.RevokeKeyResponse(key=key_message(key))
+
+    async def CreateGrant(self, request: tenants_pb2.CreateGrantRequest, context: _Context) -> tenants_pb2.CreateGrantResponse:
+        """See the API."""
+        grant = await self._sharing.create(current_identity().tenant, request.adapter, grantee=request.grantee)
+        return tenants_pb2.CreateGrantResponse(grant=grant_message(grant))
+
+    async def ListGrants(self, request: tenants_pb2.ListGrantsRequest, context: _Context) -> tenants_pb2.ListGrantsResponse:
+        """See the API."""
+        grants = await self._sharing.all(current_identity().tenant)
+        return tenants_pb2.ListGrantsResponse(
+            given=map(grant_message, grants.given), received=map(grant_message, grants.received)
+        )
+
+    async def RevokeGrant(self, request: tenants_pb2.RevokeGrantRequest, context: _Context) -> tenants_pb2.RevokeGrantResponse:
+        """See the API."""
+        await self._sharing.revoke(current_identity().tenant, request.adapter, grantee=request.grantee)
+        return tenants_pb2.RevokeGrantResponse()
+
+
+def _tenant_of(named: str) -> str:
+    """The tenant whose keys a call is about: a tenant's own, or the one that an operator names."""
+    identity = current_identity()
+    if identity.kind == "tenant":
+        if named not in ("", identity.tenant):
+            raise NotFoundError("there is no such tenant")  # as if it did not exist: whether it does is not theirs to know
+        return identity.tenant
+    if not named:
+        raise InvalidArgumentError.of([Violation("tenant", "operators must name the tenant")])
+    return named
+
+
+def _lifetime(duration: Duration) -> timedelta:
+    # Seconds are compared first: a Duration may hold more than a timedelta can.
+    if duration.seconds > _MAX_LIFETIME.total_seconds():
+        raise InvalidArgumentError.of([Violation("lifetime", f"must be at most {_MAX_LIFETIME.days} days")])
+    return duration.ToTimedelta()

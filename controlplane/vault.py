@@ -1,0 +1,91 @@
+"""Secrets of the service: the pepper, what is derived from it, and credentials for others."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+from controlplane.settings import Settings
+
+SECRET_PREFIX = "vnr_"
+
+_SECRET_BYTES = 32
+_MIN_PEPPER = 32
+
+
+def new_secret() -> str:
+    """A fresh credential: `vnr_` and 43 characters that carry 256 random bits."""
+    return SECRET_PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def secret_digest(secret: str) -> bytes:
+    """SHA-256 of a credential: what nodes forward in place of it."""
+    return hashlib.sha256(secret.encode()).digest()
+
+
+class Vault:
+    """Derives everything that must be secret from the pepper. Immutable.
+
+    Derivations are keyed HMAC-SHA-256 over tagged, length-prefixed parts, so that no two uses share an input.
+    """
+
+    def __init__(self, pepper: bytes) -> None:
+        """Holds the pepper.
+
+        Raises:
+            ValueError: It is shorter than 32 bytes.
+        """
+        if len(pepper) < _MIN_PEPPER:
+            raise ValueError(f"the pepper has {len(pepper)} bytes; at least {_MIN_PEPPER} are needed")
+        self._pepper = pepper
+
+    def key_hash(self, key_digest: bytes) -> bytes:
+        """What the database stores of a credential: HMAC-SHA-256(pepper, SHA-256(secret))."""
+        return hmac.digest(self._pepper, key_digest, "sha256")
+
+    def cache_salt(self, tenant: str) -> bytes:
+        """Secret of a tenant that data planes mix into every cache key; 32 bytes."""
+        return self._derive("cache-salt", tenant.encode())
+
+    def split_salt(self, owner: str, adapter: str, alias: str) -> bytes:
+        """Secret of an alias by which data planes draw a unit's arm; 32 bytes. It does not change with the alias's moves."""
+        return self._derive("split-salt", owner.encode(), adapter.encode(), alias.encode())
+
+    def sign(self, purpose: str, message: bytes) -> bytes:
+        """Tag of a message for one purpose; 32 bytes."""
+        return self._derive(f"sign/{purpose}", message)
+
+    def _derive(self, purpose: str, *parts: bytes) -> bytes:
+        tagged = b"veneer/1" + b"".join(len(part).to_bytes(8, "big") + part for part in (purpose.encode(), *parts))
+        return hmac.digest(self._pepper, tagged, "sha256")
+
+
+def open_vault(settings: Settings) -> Vault:
+    """The vault with the pepper of the settings.
+
+    Raises:
+        ValueError: No pepper is set, or its file cannot be read.
+    """
+    if settings.pepper is not None:
+        return Vault(settings.pepper.get_secret_value().encode())
+    if settings.pepper_file is None:
+        raise ValueError("set VENEER_CONTROLPLANE_PEPPER or VENEER_CONTROLPLANE_PEPPER_FILE")
+    try:
+        return Vault(settings.pepper_file.read_bytes().strip())
+    except OSError as error:
+        raise ValueError(f"VENEER_CONTROLPLANE_PEPPER_FILE: {error}") from error
+
+
+def ensure_pepper_file(path: Path) -> bool:
+    """Makes the pepper file, readable by its owner only, unless it exists; says whether it made it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_urlsafe(48))
+    return True

@@ -1,0 +1,198 @@
+"""Records to messages: what crosses the API, in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import datetime
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from controlplane.bases import RegisteredBase
+from controlplane.catalog import Adapter, Alias, Version
+from controlplane.changes import Change
+from controlplane.grants import Grant
+from controlplane.nodes import Node
+from controlplane.resolve import Caller, Resolution
+from controlplane.tenants import Key, Tenant
+from veneer.artifact import BaseDescription, Report, TargetModule
+from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, tenants_pb2
+
+_STATES = {
+    "READY": catalog_pb2.VERSION_STATE_READY,
+    "RETIRED": catalog_pb2.VERSION_STATE_RETIRED,
+    "QUARANTINED": catalog_pb2.VERSION_STATE_QUARANTINED,
+}
+_ROLE_NAMES = {
+    tenants_pb2.ROLE_OWNER: "owner",
+    tenants_pb2.ROLE_PUBLISHER: "publisher",
+    tenants_pb2.ROLE_CALLER: "caller",
+}
+_ROLES = {name: role for role, name in _ROLE_NAMES.items()}
+
+
+def timestamp(time: datetime | None) -> Timestamp | None:
+    """A time, or nothing for none."""
+    if time is None:
+        return None
+    message = Timestamp()
+    message.FromDatetime(time)
+    return message
+
+
+def role_name(role: tenants_pb2.Role) -> str:
+    """Name of a role as rules and data planes know it."""
+    return _ROLE_NAMES[role]
+
+
+def tenant_message(tenant: Tenant) -> tenants_pb2.Tenant:
+    """A tenant as a message."""
+    fallback = tenants_pb2.FALLBACK_POLICY_ALLOWED if tenant.fallback_allowed else tenants_pb2.FALLBACK_POLICY_FORBIDDEN
+    return tenants_pb2.Tenant(
+        name=tenant.name, fallback=fallback, weight=tenant.weight, create_time=timestamp(tenant.create_time)
+    )
+
+
+def key_message(key: Key) -> tenants_pb2.Key:
+    """A key as a message."""
+    return tenants_pb2.Key(
+        id=key.id,
+        tenant=key.tenant,
+        roles=[_ROLES[name] for name in key.roles],
+        label=key.label,
+        create_time=timestamp(key.create_time),
+        expire_time=timestamp(key.expire_time),
+        revoke_time=timestamp(key.revoke_time),
+    )
+
+
+def grant_message(grant: Grant) -> tenants_pb2.Grant:
+    """A grant as a message."""
+    return tenants_pb2.Grant(
+        owner=grant.owner, adapter=grant.adapter, grantee=grant.grantee, create_time=timestamp(grant.create_time)
+    )
+
+
+def base_message(base: RegisteredBase) -> bases_pb2.Base:
+    """A base as a message."""
+    known = base.description
+    return bases_pb2.Base(
+        digest=known.digest,
+        name=known.name,
+        family=known.family,
+        num_layers=known.num_layers,
+        modules=[bases_pb2.TargetModule(**dataclasses.asdict(module)) for module in known.modules],
+        vocab_size=known.vocab_size,
+        max_context=known.max_context,
+        known_names=known.known_names,
+        create_time=timestamp(base.create_time),
+    )
+
+
+def base_description(base: bases_pb2.Base) -> BaseDescription:
+    """A base from its message."""
+    modules = [TargetModule(one.path, one.site, one.in_features, one.out_features) for one in base.modules]
+    return BaseDescription(
+        digest=base.digest,
+        name=base.name,
+        family=base.family,
+        num_layers=base.num_layers,
+        modules=tuple(modules),
+        vocab_size=base.vocab_size,
+        max_context=base.max_context,
+        known_names=tuple(base.known_names),
+    )
+
+
+def alias_message(alias: Alias) -> catalog_pb2.Alias:
+    """An alias as a message."""
+    arms = [catalog_pb2.Arm(version=arm.version, weight=arm.weight) for arm in alias.arms]
+    return catalog_pb2.Alias(name=alias.name, generation=alias.generation, arms=arms, update_time=timestamp(alias.update_time))
+
+
+def adapter_message(adapter: Adapter) -> catalog_pb2.Adapter:
+    """An adapter as a message."""
+    return catalog_pb2.Adapter(
+        owner=adapter.owner,
+        name=adapter.name,
+        aliases=[alias_message(alias) for alias in adapter.aliases],
+        num_versions=adapter.num_versions,
+        create_time=timestamp(adapter.create_time),
+    )
+
+
+def version_message(version: Version) -> catalog_pb2.Version:
+    """A version as a message."""
+    return catalog_pb2.Version(
+        digest=version.digest,
+        owner=version.owner,
+        adapter=version.adapter,
+        number=version.number,
+        base_digest=version.base_digest,
+        state=_STATES[version.state],
+        size_bytes=version.size_bytes,
+        report=_report_message(version.report),
+        label=version.label,
+        create_time=timestamp(version.create_time),
+        retire_time=timestamp(version.retire_time),
+    )
+
+
+def node_message(node: Node) -> nodes_pb2.Node:
+    """A node as a message."""
+    return nodes_pb2.Node(
+        id=node.id,
+        name=node.name,
+        base_digest=node.base_digest,
+        create_time=timestamp(node.create_time),
+        revoke_time=timestamp(node.revoke_time),
+    )
+
+
+def caller_message(caller: Caller) -> nodes_pb2.Caller:
+    """A caller as a message."""
+    return nodes_pb2.Caller(
+        tenant=caller.tenant,
+        key_id=caller.key_id,
+        roles=caller.roles,
+        fallback_allowed=caller.fallback_allowed,
+        weight=caller.weight,
+        cache_salt=caller.cache_salt,
+        expire_time=timestamp(caller.expire_time),
+    )
+
+
+def resolution_message(resolution: Resolution) -> nodes_pb2.Resolution:
+    """A resolution as a message."""
+    return nodes_pb2.Resolution(
+        owner=resolution.owner,
+        adapter=resolution.adapter,
+        alias=resolution.alias,
+        generation=resolution.generation,
+        arms=[
+            nodes_pb2.ServableVersion(
+                digest=arm.digest,
+                number=arm.number,
+                weight=arm.weight,
+                max_rank=arm.max_rank,
+                size_bytes=arm.size_bytes,
+                state=arm.state,
+            )
+            for arm in resolution.arms
+        ],
+        split_salt=resolution.split_salt,
+    )
+
+
+def change_message(change: Change) -> nodes_pb2.Change:
+    """A change as a message."""
+    return nodes_pb2.Change(
+        kind=nodes_pb2.ChangeKind.Name(int(change.kind)),
+        tenant=change.tenant,
+        adapter=change.adapter,
+        version=change.version,
+        generation=change.generation,
+    )
+
+
+def _report_message(report: Report) -> catalog_pb2.ArtifactReport:
+    return catalog_pb2.ArtifactReport(**dataclasses.asdict(report))
