@@ -137,8 +137,8 @@ class CatalogClient:
         if kept is not None:
             if kept["base_digest"] != self._base_digest:
                 raise EnrollmentError(
-                    f"this node was enrolled for base {kept['base_digest'][:12]}, the model folder holds {self._base_digest[:12]}; "
-                    "remove the node key file and enrol again"
+                    f"this node was enrolled for base {kept['base_digest'][:12]}, the model folder holds "
+                    f"{self._base_digest[:12]}; remove the node key file and enrol again"
                 )
             self._secret = kept["secret"]
             await self.list_changes("")

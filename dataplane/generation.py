@@ -203,9 +203,10 @@ class Generator:
                     yield part
 
     async def _answer(self, request: GenerationRequest, caller: Caller, served: Served, submit: Submit) -> AsyncGenerator[Part]:
-        claim = self._loader.ensure(served.version) if served.version is not None else None
-        stream = self._open(request, submit)
+        claim = None if served.version is None else self._loader.ensure(served.version)
+        stream: TokenStream | None = None
         try:
+            stream = self._open(request, submit)
             if claim is None:
                 piece = await stream.next()
             else:
@@ -219,8 +220,7 @@ class Generator:
                     served = Served(served.request_id, self._base_digest, fallback=reason)
                     stream = self._open(request, replace(submit, request_id=uuid.uuid4().hex, version=None))
                     piece = await stream.next()
-                finally:
-                    claim.release()  # with a first token the engine holds a copy and a lease of its own
+                claim.release()  # with a first token the engine holds a copy and a lease of its own
             if served.fallback is not None:
                 self._metrics.fell_back(served.fallback.value)
             yield Part(served, piece)
@@ -228,7 +228,10 @@ class Generator:
                 piece = await stream.next()
                 yield Part(None, piece)
         finally:
-            await stream.close()
+            if claim is not None:
+                claim.release()
+            if stream is not None:
+                await stream.close()
 
     async def _first(self, request: GenerationRequest, caller: Caller, stream: TokenStream, claim: Claim) -> Piece:
         """Waits for the first tokens, the failure of the load, or the end of patience."""

@@ -38,6 +38,7 @@ class Metrics:
         self._max_tenants = max_tenants
         self._max_versions = max_versions
         self._tenants: set[str] = set()
+        self._loads: dict[tuple[str, str], tuple[int, float]] = {}
         labels = ("model_name",)
 
         def gauge(name: str, text: str) -> Gauge:
@@ -114,8 +115,15 @@ class Metrics:
             self._prompt_tokens.inc(piece.end.prompt_tokens)
             self._tenant_tokens.labels(timer.tenant, "prompt").inc(piece.end.prompt_tokens)
 
+    def mean_load_s(self, origin: str, target: str) -> float:
+        """Returns the mean time of a hop in seconds; 0 when there was none."""
+        count, total = self._loads.get((origin, target), (0, 0.0))
+        return total / count if count else 0.0
+
     def loaded(self, origin: str, target: str, seconds: float) -> None:
         """A version moved one hop up."""
+        count, total = self._loads.get((origin, target), (0, 0.0))
+        self._loads[origin, target] = (count + 1, total + seconds)
         self._load_seconds.labels(origin, target).observe(seconds)
 
     def load_failed(self, status: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 from dataplane.resolution import Answer, Resolution, Target
@@ -25,6 +25,14 @@ class Key:
 
     key_digest: bytes
     target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What changed in the catalogue: an adapter of a tenant, or with an empty name anything about the tenant."""
+
+    tenant: str
+    adapter: str = ""
 
 
 @dataclass(slots=True)
@@ -116,15 +124,15 @@ class ResolveCache:
             self._stale += 1
             return self._unexpired(entry.answer)
 
-    def invalidate(self, *, tenant: str = "", adapter: str = "") -> None:
+    def invalidate(self, subjects: Collection[Subject] | None = None) -> None:
         """Has answers asked again before their next use; they stay as a reserve while the control plane is unreachable.
 
         Args:
-            tenant: Owner of the adapter that changed, or the tenant whose keys changed; empty for all tenants.
-            adapter: Adapter that changed; empty for everything of the tenant.
+            subjects: What changed; None for everything.
         """
+        changed = None if subjects is None else frozenset(subjects)
         for key, entry in self._entries.items():
-            if not entry.dirty and _concerns(key, entry.answer, tenant, adapter):
+            if not entry.dirty and (changed is None or _concerns(key, entry.answer, changed)):
                 entry.dirty = True
         # A call that is under way may have read the old state: those who wait for it began before the change and may have its
         # answer; those who come later must not.
@@ -183,10 +191,7 @@ class ResolveCache:
         return answer
 
 
-def _concerns(key: Key, answer: Answer, tenant: str, adapter: str) -> bool:
-    if not tenant:
-        return True
-    owner = key.target.owner or answer.caller.tenant
-    if adapter:
-        return owner == tenant and key.target.adapter == adapter
-    return tenant in (owner, answer.caller.tenant)
+def _concerns(key: Key, answer: Answer, changed: frozenset[Subject]) -> bool:
+    caller = answer.caller.tenant
+    owner = key.target.owner or caller
+    return not changed.isdisjoint({Subject(owner, key.target.adapter), Subject(owner), Subject(caller)})

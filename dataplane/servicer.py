@@ -35,7 +35,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
 
-    async def Generate(  # noqa: N802
+    async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Streams one completion; no message and no header goes out before the first token."""

@@ -126,6 +126,9 @@ class AdapterStore:
                 await self._download_twice(version, work)
                 async with self._builds:
                     await self._build(version, work)
+            except OSError as error:
+                _log.error("a version cannot be written down", extra={"version": version, "errno": error.errno})
+                raise UnavailableError("the node cannot keep the version now", retry_after_s=1.0) from error
             finally:
                 await asyncio.shield(asyncio.to_thread(shutil.rmtree, work, ignore_errors=True))
         return self._cache.path(version)

@@ -52,9 +52,9 @@ class Piece:
 class TokenStream:
     """Reads the engine's deltas of one request and keeps what the caller has not read yet.
 
-    Owned by the request's handler; its own task reads the engine, so that a slow reader never holds up more than itself: when its
-    buffer stays full for `slow_reader_s` the request ends, whether or not the caller ever reads again. Tokens that wait become one
-    piece.
+    Owned by the request's handler; its own task reads the engine, so that a slow reader never holds up more than itself: when
+    its buffer stays full for `slow_reader_s` the request ends, whether or not the caller ever reads again. Tokens that wait
+    become one piece.
 
     Args:
         deltas: The engine's deltas; closing the iterator aborts the request.

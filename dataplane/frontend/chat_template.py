@@ -135,8 +135,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._budget.grow(total)
         return str(separator).join(parts)
 
-    def _replace(self, text: Any, old: str, new: str) -> str:
-        text = str(text)
+    def _replace(self, value: Any, old: str, new: str) -> str:
+        text = str(value)
         self._budget.grow(len(text) + text.count(old) * max(len(new) - len(old), 0))
         return text.replace(old, new)
 

@@ -102,7 +102,8 @@ class Prompts:
             max_tokens: Tokens to generate at most; None: until the context is full.
 
         Raises:
-            InvalidArgumentError: It is empty, too long with `max_tokens`, has ids outside the vocabulary, or the template refuses it.
+            InvalidArgumentError: It is empty, too long with `max_tokens`, has ids outside the vocabulary, or the template refuses
+                it.
             ResourceExhaustedError: Too many long prompts wait.
         """
         match prompt:

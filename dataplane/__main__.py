@@ -1,0 +1,54 @@
+"""`python -m dataplane serve`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+from pydantic import ValidationError
+
+from dataplane.node import Node
+from dataplane.settings import Settings
+from veneer.errors import VeneerError
+from veneer.logs import configure
+from veneer.server import run_main
+
+_log = logging.getLogger("dataplane")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the process and returns its exit status: 2 for settings that are wrong, 1 for a start that failed."""
+    parser = argparse.ArgumentParser(prog="dataplane", description="Veneer's data plane; settings come from VENEER_DATAPLANE_*.")
+    parser.add_argument("command", choices=["serve"], help="serve: stream tokens until a signal comes")
+    parser.parse_args(argv)
+    try:
+        settings = Settings()  # type: ignore[call-arg]
+        configure(settings.log_level)
+    except ValidationError as error:
+        for fault in error.errors(include_input=False, include_url=False):
+            name = "_".join(str(part) for part in fault["loc"]).upper()
+            print(f"VENEER_DATAPLANE_{name}: {fault['msg']}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"VENEER_DATAPLANE_LOG_LEVEL: {error}", file=sys.stderr)
+        return 2
+    try:
+        run_main(_serve(settings))
+    except VeneerError as error:
+        _log.critical("the data plane cannot start", extra={"status": error.status, "cause": error.message})
+        return 1
+    return 0
+
+
+async def _serve(settings: Settings) -> None:
+    node = Node(settings)
+    try:
+        await node.start()
+        await node.run()
+    finally:
+        await node.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

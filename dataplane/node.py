@@ -1,0 +1,358 @@
+"""One data plane, put together from its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from dataplane.admin import AdminServicer
+from dataplane.catalog_client import CatalogClient, Change, open_channel
+from dataplane.change_feed import ChangeFeed
+from dataplane.engine.client import EngineClient
+from dataplane.engine.config import EngineConfig
+from dataplane.frontend.prompts import Prompts
+from dataplane.generation import Generator, StreamLimits
+from dataplane.hints import Allowance, Hint, HintSubscriber
+from dataplane.lora.host_cache import HostCache
+from dataplane.metrics import Metrics
+from dataplane.prefetcher import Prefetcher
+from dataplane.resolve_cache import ResolveCache, Subject
+from dataplane.servicer import GenerationServicer
+from dataplane.settings import Settings
+from dataplane.store import AdapterStore, StoreLimits
+from dataplane.supervision import EngineSupervisor
+from veneer.access import Authenticator, Identity, Rule, Rules
+from veneer.artifact import BaseDescription, Limits, describe_base
+from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from veneer.errors import InvalidArgumentError, UnauthenticatedError, UnavailableError, VeneerError, Violation
+from veneer.server import Addresses, PlaneServer, ServerOptions, Service, Tls
+
+_log = logging.getLogger(__name__)
+_ENROLL_S = 60.0
+_METRICS_S = 1.0
+
+RULES: Rules = {
+    # Whose key it is the control plane says, together with what the reference means: one call instead of two.
+    "/veneer.dataplane.v1.GenerationService/Generate": Rule.of("bearer"),
+    "/veneer.dataplane.v1.AdminService/GetResidency": Rule.of("operator"),
+    "/veneer.dataplane.v1.AdminService/Drain": Rule.of("operator"),
+}
+
+
+class NodeAuthenticator(Authenticator):
+    """Asks the control plane whose credential it is."""
+
+    def __init__(self, client: CatalogClient) -> None:
+        self._client = client
+
+    async def authenticate(self, key_digest: bytes) -> Identity | None:
+        """See `veneer.access.Authenticator`."""
+        try:
+            found = await self._client.introspect(key_digest)
+        except UnauthenticatedError:
+            return None
+        if found.kind not in ("tenant", "operator", "node"):
+            return None
+        return Identity(
+            kind=found.kind,  # type: ignore[arg-type]
+            key_digest=key_digest,
+            key_id=found.key_id,
+            tenant=found.tenant,
+            roles=frozenset(found.roles),
+        )
+
+
+class Node:
+    """A data plane. Owned by the event loop that starts it.
+
+    Args:
+        settings: Settings of the process.
+        in_process: Runs the engine in a thread of this process (tests).
+    """
+
+    def __init__(self, settings: Settings, *, in_process: bool = False) -> None:
+        self._settings = settings
+        self._in_process = in_process
+        self._tasks: list[asyncio.Task[None]] = []
+        self._channel: grpc.aio.Channel | None = None
+        self._registry = CollectorRegistry()
+        self.server: PlaneServer
+
+    async def start(self) -> Addresses:
+        """Brings everything up and listens.
+
+        Raises:
+            VeneerError: Something that is needed is wrong or away; the message says what.
+        """
+        settings = self._settings
+        base = await asyncio.to_thread(describe_base, settings.model_dir)
+        self.metrics = Metrics(self._registry, base_name=base.name)
+        self._channel = open_channel(settings.control_plane, ca_pem=self._control_plane_ca())
+        self.client = CatalogClient(self._channel, base_digest=base.digest)
+        await self._enroll()
+        self.supervisor = EngineSupervisor(
+            partial(EngineClient.start, _engine_config(settings), in_process=self._in_process),
+            metrics=self.metrics,
+            report_not_finite=self.client.report_not_finite,
+            on_serving=self._on_serving,
+        )
+        self._build_loading(base)
+        ready = await self.supervisor.start()
+        for line in ready.plan:
+            _log.info("memory plan", extra={"line": line})
+        self._build_serving(base, max_context=ready.max_context, vocab_size=ready.vocab_size)
+        self._run_tasks()
+        return await self.server.start()
+
+    async def run(self) -> None:
+        """Serves until a signal comes, then drains and stops; see `PlaneServer.run`."""
+        await self.server.run(on_drain=self._refuse)
+
+    async def stop(self) -> None:
+        """Ends everything. Idempotent, and allowed after a start that failed."""
+        if hasattr(self, "server"):
+            await self.server.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        if hasattr(self, "prefetcher"):
+            await self.prefetcher.close()
+        if hasattr(self, "supervisor"):
+            await self.supervisor.stop()
+        if hasattr(self, "prompts"):
+            self.prompts.close()
+        if self._channel is not None:
+            await self._channel.close()
+
+    def _build_loading(self, base: BaseDescription) -> None:
+        settings = self._settings
+        self.cache = HostCache(settings.cache_folder / "images", max_bytes=settings.host_cache_budget)
+        store = AdapterStore(
+            self.client,
+            cache=self.cache,
+            on_evicted=self._on_evicted,
+            base=base,
+            folder=settings.cache_folder / "work",
+            dtype=settings.dtype,
+            artifact_limits=Limits(max_rank=settings.max_rank),
+            limits=StoreLimits(max_fetches=settings.max_fetches),
+        )
+        self.prefetcher = Prefetcher(
+            store=store,
+            cache=self.cache,
+            engine=self.supervisor,
+            may_serve=self.client.grant_blobs,
+            metrics=self.metrics,
+            load_timeout_s=settings.load_timeout_s,
+        )
+        self.supervisor.attach(self.prefetcher)
+
+    def _build_serving(self, base: BaseDescription, *, max_context: int, vocab_size: int) -> None:
+        settings = self._settings
+        self.resolver = ResolveCache(
+            self.client.resolve,
+            soft_age_s=settings.resolve_age_s,
+            hard_age_s=settings.t_stale_s,
+            max_entries=settings.resolve_entries,
+        )
+        self.prompts = Prompts(settings.model_dir, max_context=max_context, vocab_size=vocab_size)
+        self.generator = Generator(
+            resolver=self.resolver,
+            prompts=self.prompts,
+            loader=self.prefetcher,
+            engine=self.supervisor,
+            metrics=self.metrics,
+            base_digest=base.digest,
+            limits=StreamLimits(
+                max_streams=settings.max_streams,
+                max_streams_per_tenant=settings.max_streams_per_tenant,
+                max_buffer_bytes=settings.stream_buffer_bytes,
+                slow_reader_s=settings.slow_reader_s,
+                fallback_after_s=settings.fallback_after_s,
+            ),
+        )
+        admin = AdminServicer(
+            engine=self.supervisor,
+            cache=self.cache,
+            generator=self.generator,
+            metrics=self.metrics,
+            base_digest=base.digest,
+            stop_serving=lambda: self.server.set_serving(False),
+        )
+        generation = GenerationServicer(self.generator)
+        authenticator = NodeAuthenticator(self.client)
+        self.server = PlaneServer(
+            _server_options(settings),
+            services=[
+                Service(
+                    generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
+                    partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation),
+                    ("callers",),
+                ),
+                Service(
+                    admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
+                    partial(admin_pb2_grpc.add_AdminServiceServicer_to_server, admin),
+                    ("operators",),
+                ),
+            ],
+            rules=RULES,
+            authenticators={"callers": authenticator, "operators": authenticator},
+            registry=self._registry,
+        )
+
+    def _run_tasks(self) -> None:
+        settings = self._settings
+        self.feed = ChangeFeed(
+            self.client.list_changes,
+            on_changes=self._on_changes,
+            on_reset=self._on_reset,
+            interval_s=settings.poll_interval_s,
+        )
+        self._spawn(self.feed.run(), "change-feed")
+        self._spawn(self.prefetcher.run(), "prefetcher")
+        self._spawn(self.supervisor.run(), "supervisor")
+        self._spawn(self._rotate_key(), "node-key")
+        self._hints: HintSubscriber | None = None
+        if settings.redis_url is not None:
+            self._hints = HintSubscriber(
+                settings.redis_url.get_secret_value(),
+                on_hint=self._on_hint,
+                on_connect=self.feed.poke,
+                allowance=Allowance(per_s=settings.hints_per_s, burst=64),
+            )
+            self._spawn(self._hints.run(), "hints")
+        self._spawn(self._show_metrics(), "metrics")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(_log_end)
+        self._tasks.append(task)
+
+    async def _enroll(self) -> None:
+        settings = self._settings
+        token = None if settings.enrollment_token is None else settings.enrollment_token.get_secret_value()
+        end_s = asyncio.get_running_loop().time() + _ENROLL_S
+        while True:
+            try:
+                await self.client.enroll(settings.node_key_file, token=token)
+                return
+            except UnavailableError:
+                if asyncio.get_running_loop().time() > end_s:
+                    raise
+                _log.warning("the control plane is unreachable; trying again")
+            await asyncio.sleep(1.0)
+
+    async def _rotate_key(self) -> None:
+        pause_s = self._settings.node_key_rotate_s
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                await self.client.rotate_key(self._settings.node_key_file)
+                pause_s = self._settings.node_key_rotate_s
+            except VeneerError as error:
+                _log.warning("the node's key could not be rotated", extra={"status": error.status})
+                pause_s = min(60.0, self._settings.node_key_rotate_s)
+
+    async def _show_metrics(self) -> None:
+        settings = self._settings
+        while True:
+            try:
+                state = await self.supervisor.state()
+                self.metrics.show_engine(state, page_size=settings.page_size, max_slots=settings.max_slots)
+            except UnavailableError:
+                pass  # the engine restarts; its last figures stay
+            counts = self.resolver.counts
+            self.metrics.show_host(self.cache.num_bytes)
+            self.metrics.show_catalog(
+                age_s=self.feed.age_s,
+                answers={"fresh": counts.fresh, "asked": counts.asked, "stale": counts.stale, "regressed": counts.regressed},
+                hints_connected=self._hints is not None and self._hints.connected,
+            )
+            await asyncio.sleep(_METRICS_S)
+
+    def _on_evicted(self, versions: tuple[str, ...]) -> None:
+        self.prefetcher.evicted(versions)
+
+    def _on_changes(self, changes: tuple[Change, ...]) -> None:
+        self.resolver.invalidate([Subject(change.tenant, change.adapter) for change in changes])
+        for change in changes:
+            if change.version:
+                self.prefetcher.recheck(change.version)
+
+    def _on_reset(self) -> None:
+        self.resolver.invalidate()
+        self.prefetcher.recheck_all()
+
+    def _on_hint(self, hint: Hint) -> None:
+        self.feed.poke()
+        if hint.version:
+            self.prefetcher.hint(hint.version)
+
+    async def _on_serving(self, serving: bool) -> None:  # noqa: FBT001  the name says what it is
+        if hasattr(self, "server") and not (serving and self.generator.draining):
+            await self.server.set_serving(serving)
+
+    async def _refuse(self) -> None:
+        self.generator.draining = True
+
+    def _control_plane_ca(self) -> bytes | None:
+        settings = self._settings
+        if settings.control_plane_ca is not None:
+            return settings.control_plane_ca.read_bytes()
+        host = settings.control_plane.rpartition(":")[0].strip("[]")
+        if host not in ("localhost", "::1") and not host.startswith("127.") and not settings.allow_plaintext:
+            fault = (
+                f"{settings.control_plane} is not on loopback: give control_plane_ca, or allow plaintext by the setting for it"
+            )
+            raise InvalidArgumentError.of([Violation("control_plane", fault)])
+        return None
+
+
+def _engine_config(settings: Settings) -> EngineConfig:
+    return EngineConfig(
+        model_dir=str(Path(settings.model_dir).resolve()),
+        device=settings.device,
+        dtype=settings.dtype,
+        num_threads=settings.num_threads,
+        max_sequences=settings.max_sequences,
+        max_step_tokens=settings.max_step_tokens,
+        page_size=settings.page_size,
+        kv_bytes=settings.kv_budget,
+        arena_bytes=settings.arena_budget,
+        arena_unit_bytes=settings.arena_unit_bytes,
+        max_slots=settings.max_slots,
+        max_rank=settings.max_rank,
+        max_step_rank_rows=settings.max_step_rank_rows,
+        max_context=settings.max_context,
+        max_waiting=settings.max_waiting,
+    )
+
+
+def _server_options(settings: Settings) -> ServerOptions:
+    tls = None
+    if settings.tls_certificate is not None and settings.tls_key is not None:
+        tls = Tls(certificate=settings.tls_certificate, key=settings.tls_key)
+    return ServerOptions(
+        callers=settings.listen_callers,
+        operators=settings.listen_operators,
+        metrics=settings.listen_metrics,
+        tls=tls,
+        allow_plaintext=settings.allow_plaintext,
+        reflection=settings.reflection,
+        ready_file=settings.ready_file,
+        drain_delay_s=settings.drain_delay_s,
+        drain_grace_s=settings.drain_grace_s,
+    )
+
+
+def _log_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.critical("a background task ended", extra={"task": task.get_name(), "cause": type(error).__name__})

@@ -1,0 +1,142 @@
+"""Settings of the data-plane process, from the environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+class Settings(BaseSettings):
+    """All settings; each is read from `VENEER_DATAPLANE_` and its name in capitals. A bad value stops the start.
+
+    Attributes:
+        model_dir: Hugging Face folder of the base model.
+        device: `cpu`, or a torch device name.
+        dtype: Weights, activations, adapters and KV cache.
+        num_threads: Threads of the math library; 0 leaves its own choice.
+        max_sequences: Sequences that run at the same time.
+        max_step_tokens: Rows of one step.
+        page_size: Tokens in a KV page.
+        kv_bytes: Memory for KV pages; 0 takes a twelfth of the machine's memory, at most 8 GiB.
+        arena_bytes: Memory for adapters on the device; 0 takes a quarter of what KV pages get.
+        arena_unit_bytes: Unit in which that is handed out.
+        max_slots: Adapters on the device at most.
+        max_rank: Largest rank of an adapter.
+        max_step_rank_rows: Rank rows of all adapters that run at the same time.
+        max_context: Tokens of prompt and output together; 0 takes the model's own limit.
+        max_waiting: Requests that wait in the engine at most.
+        control_plane: Address of the control plane's listener for callers.
+        control_plane_ca: PEM authorities for its certificate; absent: plaintext, on loopback only unless `allow_plaintext`.
+        node_key_file: Where the node's key is kept.
+        node_key_rotate_s: Time between rotations of the node's key.
+        enrollment_token: One-time token of an operator, for the first start.
+        redis_url: Server for hints; absent: the change feed alone tells of changes.
+        hints_per_s: Hints acted on in the long run.
+        cache_folder: Adapter images, mapped into host memory, and files on their way there; a memory file system suits well.
+        host_cache_bytes: Budget for images; 0 takes a twelfth of the machine's memory, at most 64 GiB.
+        max_fetches: Versions fetched from the store at the same time.
+        load_timeout_s: How long the load of a version is tried again.
+        resolve_age_s: How long an answer of the control plane is used without asking again.
+        t_stale_s: How long it is used while the control plane is unreachable.
+        resolve_entries: Answers kept.
+        poll_interval_s: Time between reads of the change feed.
+        max_streams: Streams at once.
+        max_streams_per_tenant: Streams of one tenant at once.
+        stream_buffer_bytes: What may wait for one reader.
+        slow_reader_s: How long that may stay full.
+        fallback_after_s: How long a version may take to load before the base answers, where it may.
+        listen_callers: Address for tenants; port 0 takes any.
+        listen_operators: Address for operators.
+        listen_metrics: Address of the Prometheus page.
+        tls_certificate: PEM chain; with `tls_key` turns on TLS on both listeners.
+        tls_key: PEM private key.
+        allow_plaintext: Allows to listen, and to call the control plane, beyond loopback without TLS.
+        reflection: Serves gRPC reflection.
+        ready_file: Written when the service listens: a JSON object with the addresses.
+        drain_delay_s: How long to go on admitting after NOT_SERVING.
+        drain_grace_s: How long running streams may go on after a stop signal.
+        log_level: Least level that is logged.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="VENEER_DATAPLANE_", frozen=True, extra="forbid", protected_namespaces=())
+
+    model_dir: Path
+    device: str = "cpu"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    num_threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
+    max_step_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 512
+    page_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    kv_bytes: Annotated[int, Field(ge=0)] = 0
+    arena_bytes: Annotated[int, Field(ge=0)] = 0
+    arena_unit_bytes: Annotated[int, Field(ge=4096)] = 2 * _MIB
+    max_slots: Annotated[int, Field(ge=1, le=65536)] = 64
+    max_rank: Annotated[int, Field(ge=1, le=1024)] = 64
+    max_step_rank_rows: Annotated[int, Field(ge=16, le=1 << 20)] = 1024
+    max_context: Annotated[int, Field(ge=0)] = 0
+    max_waiting: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    control_plane: str = "127.0.0.1:7600"
+    control_plane_ca: Path | None = None
+    node_key_file: Path = Path("/var/lib/veneer/node.key")
+    node_key_rotate_s: Annotated[float, Field(ge=60)] = 86_400.0
+    enrollment_token: SecretStr | None = None
+    redis_url: SecretStr | None = None
+    hints_per_s: Annotated[float, Field(gt=0, le=10_000)] = 20.0
+    cache_folder: Path = Path("/var/lib/veneer/cache")
+    host_cache_bytes: Annotated[int, Field(ge=0)] = 0
+    max_fetches: Annotated[int, Field(ge=1, le=256)] = 8
+    load_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    resolve_age_s: Annotated[float, Field(ge=0, le=5)] = 2.0
+    t_stale_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+    resolve_entries: Annotated[int, Field(ge=1, le=10_000_000)] = 100_000
+    poll_interval_s: Annotated[float, Field(ge=0.05, le=60)] = 2.0
+    max_streams: Annotated[int, Field(ge=1, le=16_384)] = 10_000
+    max_streams_per_tenant: Annotated[int, Field(ge=1, le=16_384)] = 2_000
+    stream_buffer_bytes: Annotated[int, Field(ge=1024)] = 256 * 1024
+    slow_reader_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    fallback_after_s: Annotated[float, Field(gt=0, le=3600)] = 5.0
+    listen_callers: str = "127.0.0.1:7700"
+    listen_operators: str = "127.0.0.1:7701"
+    listen_metrics: str = "127.0.0.1:7709"
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    allow_plaintext: bool = False
+    reflection: bool = False
+    ready_file: Path | None = None
+    drain_delay_s: Annotated[float, Field(ge=0, le=600)] = 0.0
+    drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    log_level: str = "INFO"
+
+    @model_validator(mode="after")
+    def _whole(self) -> Settings:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key are set together or not at all")
+        if self.t_stale_s < self.resolve_age_s:
+            raise ValueError("t_stale_s must not be below resolve_age_s")
+        return self
+
+    @property
+    def kv_budget(self) -> int:
+        """Memory for KV pages, in bytes."""
+        return self.kv_bytes or min(_memory_bytes() // 12, 8 * _GIB)
+
+    @property
+    def arena_budget(self) -> int:
+        """Memory for adapters on the device, in bytes."""
+        return self.arena_bytes or max(self.kv_budget // 4, 64 * _MIB)
+
+    @property
+    def host_cache_budget(self) -> int:
+        """Memory for images, in bytes."""
+        return self.host_cache_bytes or min(_memory_bytes() // 12, 64 * _GIB)
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,169 @@
+"""Keeps an engine running: its death ends the streams that it ran, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Protocol
+
+from dataplane.engine.client import EngineClient
+from dataplane.engine.messages import Delta, Moved, NotFinite, Ready, State, Submit, Wanted
+from dataplane.metrics import Metrics
+from veneer.errors import UnavailableError, VeneerError
+
+_log = logging.getLogger(__name__)
+_MAX_PAUSE_S = 30.0
+
+
+class EngineEvents(Protocol):
+    """Who hears what the engine does with adapters; the prefetcher."""
+
+    def want(self, version: str) -> None:
+        """A queued request needs the version."""
+
+    def moved(self, version: str, place: str, *, seconds: float) -> None:
+        """The version changed place."""
+
+    def forget_engine(self) -> None:
+        """The engine is a new one."""
+
+
+class EngineSupervisor:
+    """The engine as the rest of the data plane sees it: the one that runs now. Owned by the event loop.
+
+    Args:
+        start: Starts an engine and waits until it is ready.
+        metrics: Counts starts.
+        report_not_finite: Told which version gave logits that are not finite.
+        on_serving: Told whether there is an engine that can serve.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[EngineClient]],
+        *,
+        metrics: Metrics,
+        report_not_finite: Callable[[str], Awaitable[None]],
+        on_serving: Callable[[bool], Awaitable[None]],
+    ) -> None:
+        self._start = start
+        self._metrics = metrics
+        self._report_not_finite = report_not_finite
+        self._on_serving = on_serving
+        self._client: EngineClient | None = None
+        self._events: EngineEvents | None = None
+        self._died = asyncio.Event()
+        self._reports: set[asyncio.Task[None]] = set()
+
+    def attach(self, events: EngineEvents) -> None:
+        """Says who hears of adapters; before `start`."""
+        self._events = events
+
+    async def start(self) -> Ready:
+        """Starts the first engine; what stops it stops the node."""
+        client = await self._start_one()
+        return client.ready
+
+    async def run(self) -> None:
+        """Starts a new engine whenever one died, until cancelled."""
+        while True:
+            await self._died.wait()
+            await self._on_serving(False)  # noqa: FBT003
+            pause_s = 0.1
+            while self._client is None:
+                try:
+                    await self._start_one()
+                except VeneerError as error:
+                    _log.error("the engine does not start", extra={"status": error.status, "cause": error.message})
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(pause_s * 2, _MAX_PAUSE_S)
+            await self._on_serving(True)  # noqa: FBT003
+
+    async def stop(self) -> None:
+        """Stops the engine."""
+        client, self._client = self._client, None
+        for task in self._reports:
+            task.cancel()
+        if client is not None:
+            await client.stop()
+
+    def submit(self, submit: Submit, /) -> AsyncIterator[Delta]:
+        """Runs a request on the engine that runs now.
+
+        Raises:
+            UnavailableError: There is none.
+        """
+        return self._running().submit(submit)
+
+    def stage(self, version: str, path: str, /) -> None:
+        """See `EngineClient.stage`; without an engine nothing happens."""
+        if self._client is not None:
+            self._client.stage(version, Path(path))
+
+    def unstage(self, version: str, /, *, drop_device: bool = False) -> None:
+        """See `EngineClient.unstage`; without an engine nothing happens."""
+        if self._client is not None:
+            self._client.unstage(version, drop_device=drop_device)
+
+    def fail(self, version: str, status: str, message: str, /) -> None:
+        """See `EngineClient.fail`; without an engine nothing happens."""
+        if self._client is not None:
+            self._client.fail(version, status=status, message=message)
+
+    async def state(self) -> State:
+        """Returns the engine's counters.
+
+        Raises:
+            UnavailableError: There is no engine now.
+        """
+        return await self._running().state()
+
+    def _running(self) -> EngineClient:
+        if self._client is None:
+            raise UnavailableError("the engine restarts", retry_after_s=1.0)
+        return self._client
+
+    async def _start_one(self) -> EngineClient:
+        client = await self._start()
+        if self._events is not None:
+            self._events.forget_engine()
+        client.on_wanted = self._on_wanted
+        client.on_moved = self._on_moved
+        client.on_not_finite = self._on_not_finite
+        client.on_death = self._on_death
+        self._died.clear()
+        self._client = client
+        if not client.is_alive:  # it died between its start and here
+            self._on_death()
+            raise UnavailableError("the engine ended at once")
+        self._metrics.engine_started()
+        return client
+
+    def _on_death(self) -> None:
+        _log.error("the engine ended; a new one is started")
+        self._client = None
+        self._died.set()
+
+    def _on_wanted(self, event: Wanted) -> None:
+        if self._events is not None:
+            self._events.want(event.version)
+
+    def _on_moved(self, event: Moved) -> None:
+        if self._events is not None:
+            self._events.moved(event.version, event.place, seconds=event.seconds)
+
+    def _on_not_finite(self, event: NotFinite) -> None:
+        self._metrics.not_finite()
+        _log.error("logits are not finite", extra={"version": event.version})
+        if event.version is not None:
+            task = asyncio.create_task(self._report(event.version))
+            self._reports.add(task)
+            task.add_done_callback(self._reports.discard)
+
+    async def _report(self, version: str) -> None:
+        try:
+            await self._report_not_finite(version)
+        except VeneerError as error:
+            _log.warning("a version could not be reported", extra={"version": version, "status": error.status})
