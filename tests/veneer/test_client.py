@@ -166,7 +166,7 @@ def folder(tmp_path: Path) -> Path:
 async def collect(stream: AsyncIterator[Event], *, into: list[Event] | None = None) -> list[Event]:
     events = [] if into is None else into
     async for event in stream:
-        events.append(event)  # noqa: PERF401  kept when the stream ends with an error
+        events.append(event)  # kept when the stream ends with an error
     return events
 
 
