@@ -17,6 +17,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def is_free(port: int) -> bool:
+    """Whether nobody listens on a TCP port of 127.0.0.1 now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection that just ended does not hold the port
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
 def short_folder(folder: Path) -> Path:
     """`folder` itself when a unix socket fits in it, else a name in the temporary folder that depends on `folder` alone."""
     if len(str(folder).encode()) <= _MAX_SOCKET_FOLDER:

@@ -165,5 +165,7 @@ def _birth(pid: int) -> str:
     except (FileNotFoundError, ProcessLookupError):
         if Path("/proc/self/stat").exists():
             return ""
-        return subprocess.run(["/bin/ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            ["/bin/ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+        ).stdout.strip()
     return "" if fields[0] == "Z" else fields[19]

@@ -1,8 +1,8 @@
 """Runs a command for a root user as somebody who is not root: `python unprivileged.py COMMAND …`.
 
 Postgres refuses to run as root. In a user namespace of its own the process is `nobody` to itself and root to the file system, so
-no account, no change of owner and no change of any folder's mode is needed. A program of its own rather than a hook between fork and
-exec, because a process with threads (gRPC has some) must not run Python there. Standard library only.
+no account, no change of owner and no change of any folder's mode is needed. A program of its own rather than a hook between fork
+and exec, because a process with threads (gRPC has some) must not run Python there. Standard library only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def enter_user_namespace() -> None:
 def main() -> None:
     """Enters the namespace and becomes the command."""
     enter_user_namespace()
-    os.execv(sys.argv[1], sys.argv[1:])  # noqa: S606  the caller's own command
+    os.execv(sys.argv[1], sys.argv[1:])
 
 
 if __name__ == "__main__":

