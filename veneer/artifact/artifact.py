@@ -123,7 +123,7 @@ def check(config: bytes, weights: BinaryIO | Path, base: BaseDescription, limits
         faults.raise_if_any()
         size_bytes = source.size_bytes
     _warn(settings, base, pairs, statistics)
-    report = _report(pairs, base, statistics, warnings=settings.warnings)
+    report = _report(pairs, base, statistics, warnings=_shorten(settings.warnings, limits.max_faults))
     return Artifact(pairs=pairs, dtype=report.dtype, report=report, base_name=settings.base_name, weights_bytes=size_bytes)
 
 
@@ -174,6 +174,11 @@ def _warn(config: Config, base: BaseDescription, pairs: Sequence[Pair], statisti
         config.warnings.append(f"tensors have several element types: {', '.join(dtypes)}")
 
 
+def _shorten(warnings: Sequence[str], max_warnings: int) -> list[str]:
+    more = len(warnings) - max_warnings
+    return list(warnings) if more <= 0 else [*warnings[:max_warnings], f"and {more} more warnings"]
+
+
 def _report(
     pairs: Sequence[Pair], base: BaseDescription, statistics: Mapping[str, Statistics], *, warnings: Sequence[str]
 ) -> Report:
@@ -183,7 +188,7 @@ def _report(
         min_rank=min(pair.rank for pair in pairs),
         max_rank=max(pair.rank for pair in pairs),
         total_rank_rows=sum(pair.rank for pair in pairs),
-        dtype=dtypes.most_common(1)[0][0],
+        dtype=max(dtypes, key=dtypes.__getitem__),
         modules=tuple(base.modules[index].name for index in sorted({pair.slice for pair in pairs})),
         num_layers=len({pair.layer for pair in pairs}),
         min_scaling=min(pair.scaling for pair in pairs),

@@ -152,7 +152,7 @@ def read_config(data: bytes, *, limits: Limits, faults: Faults) -> Config | None
         What could be read, or None when the file is no JSON object.
     """
     if len(data) > limits.max_config_bytes:
-        faults.add(WHERE, f"has {len(data)} bytes; at most {limits.max_config_bytes} are allowed")
+        faults.add(WHERE, f"is larger than the {limits.max_config_bytes} bytes that are allowed")
         return None
     fields = parse_object(data, WHERE, max_depth=8, faults=faults)
     if fields is None:

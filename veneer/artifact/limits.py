@@ -29,7 +29,7 @@ class Limits:
         max_scaling: Magnitude of each pair's scaling factor.
         max_pattern_chars: Characters in each regular expression of the config.
         max_patterns: Entries in each of rank_pattern and alpha_pattern.
-        max_faults: Faults that one error spells out; the rest are counted.
+        max_faults: Faults that one error spells out, and warnings that one report does; the rest are counted.
     """
 
     max_config_bytes: int = 1 << 20
