@@ -34,8 +34,8 @@ def check_alias_name(name: str) -> None:
 class Aliases:
     """Use cases that move aliases. Stateless; any task may call it.
 
-    Every move runs under the lock of its adapter's row and gives the alias its next generation. The arms of earlier generations stay: they
-    are the history that `rollback` reads.
+    Every move runs under the lock of its adapter's row and gives the alias its next generation. The arms of earlier generations
+    stay: they are the history that `rollback` reads.
     """
 
     def __init__(self, database: Database) -> None:
@@ -75,8 +75,8 @@ class Aliases:
             owner: Tenant that owns the adapter.
             adapter: Name of the adapter.
             alias: Name; empty means `stable`.
-            version: One that the alias served before; empty: the last one, still ready, that all of its traffic went to before it went
-                where it goes now.
+            version: One that the alias served before; empty: the last one, still ready, that all of its traffic went to before it
+                went where it goes now.
             expected_generation: Generation that the caller saw; None moves it whatever it is.
 
         Raises:
@@ -153,7 +153,7 @@ async def _check_servable(connection: AsyncConnection, owner: str, adapter: str,
         raise FailedPreconditionError("the versions of a split must be for one base")
 
 
-async def _history(connection: AsyncConnection, owner: str, adapter: str, alias: str) -> Sequence[Row[Any]]:
+async def _history(connection: AsyncConnection, owner: str, adapter: str, alias: str) -> Sequence[Row[Any, Any, Any]]:
     """Every arm that the alias ever had, latest generation first, with the present state of its version."""
     a, v = models.arms.c, models.versions.c
     query = (
@@ -165,7 +165,7 @@ async def _history(connection: AsyncConnection, owner: str, adapter: str, alias:
     return (await connection.execute(query)).all()
 
 
-def _last_whole(history: Sequence[Row[Any]], present: Alias) -> str:
+def _last_whole(history: Sequence[Row[Any, Any, Any]], present: Alias) -> str:
     """The last ready version that had all traffic before the present generation, and is not what all traffic goes to now."""
     num_arms: dict[int, int] = {}
     for row in history:

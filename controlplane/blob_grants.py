@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from sqlalchemy import select
 
@@ -103,7 +104,7 @@ class BlobGrants:
         body = json.dumps(grant, separators=(",", ":"), sort_keys=True).encode()
         return base64.urlsafe_b64encode(self._vault.sign(_PURPOSE, body) + body).decode()
 
-    def _unseal(self, token: str) -> dict[str, object]:
+    def _unseal(self, token: str) -> dict[str, Any]:
         try:
             sealed = base64.urlsafe_b64decode(token.encode())
         except (binascii.Error, ValueError):
@@ -111,5 +112,5 @@ class BlobGrants:
         tag, body = sealed[:_TAG_BYTES], sealed[_TAG_BYTES:]
         if not hmac.compare_digest(tag, self._vault.sign(_PURPOSE, body)):
             raise PermissionDeniedError("the grant is not valid")
-        grant: dict[str, object] = json.loads(body)
+        grant: dict[str, Any] = json.loads(body)
         return grant

@@ -25,11 +25,13 @@ _SIGNING = frozenset({"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss"})
 
 
 class Blobs:
-    """Writes and reads files of versions. Any task may call it; the store is called in threads, since its own async calls are not safe
-    when the process ends.
+    """Writes and reads files of versions.
 
-    A file lies at `<first two digits of the version>/<version digest>/<file digest>`: no name that a caller chose is ever part of a path,
-    and since a version's digest covers its owner, equal files of two tenants are two objects. Nobody gains time by another's upload.
+    Any task may call it; the store is called in threads, since its own async calls are not safe when the process ends.
+
+    A file lies at `<first two digits of the version>/<version digest>/<file digest>`: no name that a caller chose is ever part
+    of a path, and since a version's digest covers its owner, equal files of two tenants are two objects. Nobody gains time by
+    another's upload.
     """
 
     def __init__(self, url: str) -> None:

@@ -1,7 +1,8 @@
 """The catalogue's change feed: what was committed, in an order that no reader can skip over.
 
-A row carries the number of its transaction. A reader stops below `pg_snapshot_xmin`, the oldest transaction still running, so a row that
-commits late is never behind a cursor. The feed is therefore as late as the longest writing transaction of the database cluster.
+A row carries the number of its transaction. A reader stops below `pg_snapshot_xmin`, the oldest transaction still running, so a
+row that commits late is never behind a cursor. The feed is therefore as late as the longest writing transaction of the database
+cluster.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class ChangePage:
 
 
 _HORIZON = text("""
-    SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint AS xmin, pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS xmax,
+    SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint AS xmin,
+           pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS xmax,
            xid::text::bigint AS floor_xid, id AS floor_id
     FROM change_floor
 """)

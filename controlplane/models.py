@@ -1,7 +1,7 @@
 """Tables of the catalogue. The migrations make them; a test compares the two.
 
-The tenant's name is its key: it is unique, never changes and is never given to another. The tenant column leads every key and index of a
-tenant table, and row-level security is forced on every table but `bases` (see docs/adr and the first migration).
+The tenant's name is its key: it is unique, never changes and is never given to another. The tenant column leads every key and
+index of a tenant table, and row-level security is forced on every table but `bases` (see docs/adr and the first migration).
 """
 
 from __future__ import annotations

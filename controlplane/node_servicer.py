@@ -20,6 +20,13 @@ from veneer.errors import UnauthenticatedError
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _DEFAULT_CHANGES = 1000
+_REFUSALS = {
+    Refusal.NOT_FOUND: nodes_pb2.REFUSAL_REASON_NOT_FOUND,
+    Refusal.ROLE: nodes_pb2.REFUSAL_REASON_ROLE,
+    Refusal.BASE_MISMATCH: nodes_pb2.REFUSAL_REASON_BASE_MISMATCH,
+    Refusal.RETIRED: nodes_pb2.REFUSAL_REASON_RETIRED,
+    Refusal.QUARANTINED: nodes_pb2.REFUSAL_REASON_QUARANTINED,
+}
 _FAULTS = {
     nodes_pb2.VERSION_FAULT_NOT_FINITE: "NOT_FINITE",
     nodes_pb2.VERSION_FAULT_CORRUPT: "CORRUPT",
@@ -77,7 +84,7 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
         resolved = await self._resolver.resolve(request.key_digest, reference, base_digest=request.base_digest)
         response = nodes_pb2.ResolveResponse(caller=caller_message(resolved.caller))
         if isinstance(resolved.outcome, Refusal):
-            response.refusal = nodes_pb2.RefusalReason.Name(int(resolved.outcome))
+            response.refusal = _REFUSALS[resolved.outcome]
         else:
             response.resolution.CopyFrom(resolution_message(resolved.outcome))
         return response

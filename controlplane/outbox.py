@@ -1,7 +1,7 @@
 """The relay: committed events from the outbox to Redis, as hints.
 
-At least once, in commit order: rows leave the outbox only after Redis took them. A hint says what to look at, never what is true, so one
-that comes twice, late or not at all costs time and nothing else.
+At least once, in commit order: rows leave the outbox only after Redis took them. A hint says what to look at, never what is
+true, so one that comes twice, late or not at all costs time and nothing else.
 """
 
 from __future__ import annotations

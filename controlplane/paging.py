@@ -42,4 +42,5 @@ def page_start(listing: str, token: str, *, kinds: Sequence[type]) -> list[str |
         name, last = None, []
     if name != listing or len(last) != len(kinds) or not all(type(part) is kind for part, kind in zip(last, kinds, strict=True)):
         raise InvalidArgumentError.of([Violation("page_token", "is not a token of this listing")])
-    return last
+    parts: list[str | int] = last
+    return parts

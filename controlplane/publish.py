@@ -62,7 +62,7 @@ class Check(Protocol):
     """Checks the files of an adapter away from this process; see `controlplane.intake.check_in_jail`."""
 
     def __call__(  # noqa: D102
-        self, config: Path, weights: Path, base: BaseDescription, limits: Limits, *, timeout_s: float
+        self, config_path: Path, weights_path: Path, base: BaseDescription, limits: Limits, *, timeout_s: float
     ) -> Awaitable[Report]: ...
 
 
@@ -81,8 +81,8 @@ class PublishMetrics:
 class Publisher:
     """Use case of publishing. Owns the bounds on uploads and checks at a time, and the order of publishes with one request_id.
 
-    Nothing is visible before the transaction at the end: a crash earlier leaves at most an object in the store that no row names, and the
-    same publish again finishes it.
+    Nothing is visible before the transaction at the end: a crash earlier leaves at most an object in the store that no row
+    names, and the same publish again finishes it.
     """
 
     def __init__(self, database: Database, blobs: Blobs, settings: Settings, *, check: Check, metrics: PublishMetrics) -> None:

@@ -90,7 +90,8 @@ class Resolved:
 
 
 _BY_ALIAS = text("""
-    SELECT a.generation, b.weight, v.digest, v.number, v.max_rank, v.config_bytes + v.weights_bytes AS size_bytes, v.state, v.base_digest
+    SELECT a.generation, b.weight, v.digest, v.number, v.max_rank, v.config_bytes + v.weights_bytes AS size_bytes, v.state,
+           v.base_digest
     FROM aliases a
     JOIN arms b ON b.tenant = a.tenant AND b.adapter = a.adapter AND b.alias = a.name AND b.generation = a.generation
     JOIN versions v ON v.tenant = b.tenant AND v.digest = b.version
@@ -114,8 +115,8 @@ class Resolver:
     async def resolve(self, key_digest: bytes, reference: Reference, *, base_digest: str) -> Resolved:
         """Tells who a key belongs to and what a reference means for its tenant on a node with this base.
 
-        The lookup runs in the caller's own row-level-security scope, which holds its own adapters and those granted to it; so a foreign
-        adapter and one that does not exist take the same query and give the same answer.
+        The lookup runs in the caller's own row-level-security scope, which holds its own adapters and those granted to it; so a
+        foreign adapter and one that does not exist take the same query and give the same answer.
 
         Raises:
             UnauthenticatedError: No tenant's valid key has this digest.

@@ -21,8 +21,8 @@ class Settings(BaseSettings):
     """All settings; each is read from `VENEER_CONTROLPLANE_` and its name in capitals. A bad value stops the start.
 
     Attributes:
-        database_url: Where the database is, e.g. `postgresql://db.internal:5432/veneer`. User and password in it are replaced by those
-            of the service's three roles.
+        database_url: Where the database is, e.g. `postgresql://db.internal:5432/veneer`. User and password in it are replaced by
+            those of the service's three roles.
         app_password: Password of `veneer_app`; absent where the server asks for none (a local socket).
         auth_password: Password of `veneer_auth`.
         relay_password: Password of `veneer_relay`.

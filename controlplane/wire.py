@@ -9,7 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from controlplane.bases import RegisteredBase
 from controlplane.catalog import Adapter, Alias, Version
-from controlplane.changes import Change
+from controlplane.changes import Change, ChangeKind
 from controlplane.grants import Grant
 from controlplane.nodes import Node
 from controlplane.resolve import Caller, Resolution
@@ -27,6 +27,12 @@ _ROLE_NAMES = {
     tenants_pb2.ROLE_PUBLISHER: "publisher",
     tenants_pb2.ROLE_CALLER: "caller",
 }
+_CHANGE_KINDS = {
+    ChangeKind.VERSION: nodes_pb2.CHANGE_KIND_VERSION,
+    ChangeKind.ALIAS: nodes_pb2.CHANGE_KIND_ALIAS,
+    ChangeKind.GRANT: nodes_pb2.CHANGE_KIND_GRANT,
+    ChangeKind.KEY: nodes_pb2.CHANGE_KIND_KEY,
+}
 _ROLES = {name: role for role, name in _ROLE_NAMES.items()}
 
 
@@ -39,7 +45,7 @@ def timestamp(time: datetime | None) -> Timestamp | None:
     return message
 
 
-def role_name(role: tenants_pb2.Role) -> str:
+def role_name(role: tenants_pb2.Role.ValueType) -> str:
     """Name of a role as rules and data planes know it."""
     return _ROLE_NAMES[role]
 
@@ -186,7 +192,7 @@ def resolution_message(resolution: Resolution) -> nodes_pb2.Resolution:
 def change_message(change: Change) -> nodes_pb2.Change:
     """A change as a message."""
     return nodes_pb2.Change(
-        kind=nodes_pb2.ChangeKind.Name(int(change.kind)),
+        kind=_CHANGE_KINDS[change.kind],
         tenant=change.tenant,
         adapter=change.adapter,
         version=change.version,

@@ -15,7 +15,7 @@ down_revision = None
 branch_labels = None
 depends_on = None
 
-# Roles belong to the cluster, so another database may have made them; their passwords are set by `python -m controlplane migrate`.
+# Roles belong to the cluster, so another database may have made them; `python -m controlplane migrate` sets their passwords.
 _ROLES = """
 DO $$
 DECLARE
@@ -216,8 +216,10 @@ CREATE TABLE arms (
     weight INTEGER NOT NULL,
     CONSTRAINT pk_arms PRIMARY KEY (tenant, adapter, alias, generation, position),
     CONSTRAINT uq_arms_tenant_adapter_alias_generation_version UNIQUE (tenant, adapter, alias, generation, version),
-    CONSTRAINT fk_arms_tenant_adapter_alias_aliases FOREIGN KEY(tenant, adapter, alias) REFERENCES aliases (tenant, adapter, name),
-    CONSTRAINT fk_arms_tenant_adapter_version_versions FOREIGN KEY(tenant, adapter, version) REFERENCES versions (tenant, adapter, digest),
+    CONSTRAINT fk_arms_tenant_adapter_alias_aliases
+        FOREIGN KEY(tenant, adapter, alias) REFERENCES aliases (tenant, adapter, name),
+    CONSTRAINT fk_arms_tenant_adapter_version_versions
+        FOREIGN KEY(tenant, adapter, version) REFERENCES versions (tenant, adapter, digest),
     CONSTRAINT ck_arms_weight CHECK (weight BETWEEN 1 AND 10000)
 );
 
@@ -257,7 +259,8 @@ CREATE FUNCTION app_scope() RETURNS text LANGUAGE sql STABLE PARALLEL SAFE
     AS $$ SELECT nullif(current_setting('app.scope', true), '') $$;
 
 CREATE FUNCTION identify(wanted bytea)
-    RETURNS TABLE (kind text, id uuid, tenant text, roles text[], expire_time timestamptz, fallback_allowed boolean, weight integer)
+    RETURNS TABLE (
+        kind text, id uuid, tenant text, roles text[], expire_time timestamptz, fallback_allowed boolean, weight integer)
     LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, public, pg_temp
     AS $$
         SELECT 'tenant', k.id, k.tenant, k.roles, k.expire_time, t.fallback_allowed, t.weight
@@ -282,7 +285,8 @@ REVOKE ALL ON FUNCTION identify(bytea) FROM PUBLIC;
 _RIGHTS = """
 GRANT SELECT, INSERT ON bases TO veneer_app;
 GRANT SELECT, INSERT ON tenants TO veneer_app;
-GRANT SELECT (tenant, id, roles, label, create_time, expire_time, revoke_time), INSERT, UPDATE (revoke_time) ON keys TO veneer_app;
+GRANT SELECT (tenant, id, roles, label, create_time, expire_time, revoke_time) ON keys TO veneer_app;
+GRANT INSERT, UPDATE (revoke_time) ON keys TO veneer_app;
 GRANT SELECT, INSERT, UPDATE ON nodes TO veneer_app;
 GRANT SELECT, INSERT, UPDATE (use_time) ON enrollments TO veneer_app;
 GRANT SELECT, INSERT, UPDATE (num_versions) ON adapters TO veneer_app;

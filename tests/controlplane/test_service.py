@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from tests.controlplane.conftest import BASE_DIGEST, World, adapter_files
-
+from tests.fixtures.controlplane import BASE_DIGEST, World, adapter_files
 from veneer.controlplane.v1 import nodes_pb2
 
 
