@@ -120,7 +120,9 @@ class Bare:
         with torch.inference_mode():
             start = time.perf_counter()
             length = prompts.shape[1]
-            cache = torch.zeros(len(self._layers), 2, self._rows, self._kv_heads, length + steps, self._head_dim, dtype=torch.bfloat16)
+            cache = torch.zeros(
+                len(self._layers), 2, self._rows, self._kv_heads, length + steps, self._head_dim, dtype=torch.bfloat16
+            )
             tokens = self._step(prompts, 0, cache)
             prefill = time.perf_counter() - start
             taken = []
