@@ -152,7 +152,7 @@ class CpuLowRank:
         h = (h * gathered.scale[: self._end]).to(x.dtype)
         for s, (first, last) in enumerate(columns):
             delta = torch.bmm(h[:, :, s * ALIGN : (s + 1) * ALIGN], gathered.b[s][: self._end])
-            y[:, first:last] += F.embedding_bag(tiles.places, delta.view(-1, last - first), tiles.starts, mode="sum")
+            y[:, first:last].add_(F.embedding_bag(tiles.places, delta.view(-1, last - first), tiles.starts, mode="sum"))
 
     def _add_dense(self, y: torch.Tensor, x: torch.Tensor, gathered: _Gathered, columns: tuple[tuple[int, int], ...]) -> None:
         h = torch.mm(x, gathered.a[: self._end].view(-1, x.shape[1]).t())
