@@ -1,0 +1,88 @@
+"""The command line: its options, its commands, and what happens when one fails."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from veneer.cli import catalog, generation, operations, stack, tenants
+from veneer.cli.output import print_error
+from veneer.cli.target import DEFAULT_STATE, Target
+from veneer.errors import VeneerError
+
+app = typer.Typer(
+    name="veneer",
+    help="Serve thousands of fine-tunes of one language model from one copy of its weights.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+_GROUP = "Where to and as whom (else what `veneer up` started)"
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    *,
+    key: Annotated[str, typer.Option(envvar="VENEER_API_KEY", help="Key of a tenant.", rich_help_panel=_GROUP)] = "",
+    operator_key: Annotated[
+        str, typer.Option(envvar="VENEER_OPERATOR_KEY", help="Key of an operator.", rich_help_panel=_GROUP)
+    ] = "",
+    control: Annotated[str, typer.Option(envvar="VENEER_CONTROL", help="Control plane, host:port.", rich_help_panel=_GROUP)] = "",
+    data: Annotated[str, typer.Option(envvar="VENEER_DATA", help="Data plane, host:port.", rich_help_panel=_GROUP)] = "",
+    control_operators: Annotated[
+        str, typer.Option(envvar="VENEER_CONTROL_OPERATORS", help="Control plane's operator listener.", rich_help_panel=_GROUP)
+    ] = "",
+    data_operators: Annotated[
+        str, typer.Option(envvar="VENEER_DATA_OPERATORS", help="Data plane's operator listener.", rich_help_panel=_GROUP)
+    ] = "",
+    ca: Annotated[
+        Path | None, typer.Option(envvar="VENEER_CA", help="PEM authorities; turns on TLS.", rich_help_panel=_GROUP)
+    ] = None,
+    state: Annotated[
+        Path, typer.Option(envvar="VENEER_STATE", help="Folder of the local stack.", rich_help_panel=_GROUP)
+    ] = DEFAULT_STATE,
+) -> None:
+    """Reads the options that all commands share."""
+    context.obj = Target(
+        state_folder=state,
+        control=control,
+        control_operators=control_operators,
+        data=data,
+        data_operators=data_operators,
+        key=key,
+        operator_key=operator_key,
+        ca=ca,
+    )
+
+
+app.command("up")(stack.up)
+app.command("down")(stack.down)
+app.command("status")(operations.status)
+app.command("check")(catalog.check)
+app.command("publish")(catalog.publish)
+app.command("adapters")(catalog.adapters)
+app.command("versions")(catalog.versions)
+app.command("alias")(catalog.alias)
+app.command("split")(catalog.split)
+app.command("rollback")(catalog.rollback)
+app.command("retire")(catalog.retire)
+app.command("generate")(generation.generate)
+app.add_typer(operations.bases, name="base", help="Base models (for operators).")
+app.add_typer(tenants.tenants, name="tenant", help="Tenants (for operators).")
+app.add_typer(tenants.keys, name="key", help="Keys of a tenant (for its owners, and with --tenant for operators).")
+app.add_typer(tenants.grants, name="grant", help="Which other tenants may use an adapter.")
+
+
+def main() -> None:
+    """Runs the command; the exit status is 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C."""
+    try:
+        app()
+    except VeneerError as error:
+        print_error(error)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,283 @@
+"""`veneer check`, `publish`, `adapters`, `versions`, `alias`, `split`, `rollback`, `retire`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from veneer.artifact import ArtifactError, Report, describe_base
+from veneer.artifact import check as check_artifact
+from veneer.cli.output import error_console, note, print_error, print_json, print_table, say, short, size, when
+from veneer.cli.target import Target
+from veneer.client import CONFIG_NAME, WEIGHTS_NAME, Client
+from veneer.controlplane.v1 import catalog_pb2
+from veneer.errors import InvalidArgumentError, NotFoundError, Violation
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Folder = Annotated[Path, typer.Argument(help=f"PEFT folder with {CONFIG_NAME} and {WEIGHTS_NAME}.", exists=True, file_okay=False)]
+AdapterName = Annotated[str, typer.Argument(metavar="ADAPTER", help="Adapter of your tenant.")]
+AliasName = Annotated[str, typer.Option("--alias", help="Name of the alias.")]
+Expected = Annotated[int | None, typer.Option("--expect", help="Move it only if its generation is still this.", min=0)]
+_VERSION_HELP = "Number, digest, or the beginning of a digest."
+
+
+def check(
+    folder: Folder,
+    *,
+    base: Annotated[Path, typer.Option(help="Hugging Face folder of the base.", exists=True, file_okay=False)],
+    json: Json = False,
+) -> None:
+    """Check an adapter on this machine, as publish would; exit status 1 with every fault when it would be refused."""
+    description = describe_base(base)
+    try:
+        report = check_artifact(_read_config(folder), _weights(folder), description).report
+    except ArtifactError as error:
+        if json:
+            print_json(
+                {
+                    "accepted": False,
+                    "violations": [{"field": one.field, "description": one.description} for one in error.violations],
+                }
+            )
+        else:
+            print_error(error)
+        raise typer.Exit(1) from error
+    if json:
+        print_json({"accepted": True, "report": asdict(report)})
+        return
+    _print_report("accepted", report)
+
+
+def publish(
+    context: typer.Context,
+    folder: Folder,
+    *,
+    adapter: Annotated[str, typer.Option(help="Name of the adapter; else the folder's name.")] = "",
+    base: Annotated[str, typer.Option(help="Digest or name of the base; else the only one there is.")] = "",
+    alias: Annotated[str, typer.Option(help="Alias to point at it; else none moves, but a first version becomes `stable`.")] = "",
+    label: Annotated[str, typer.Option(help="Free text, up to 200 characters.")] = "",
+    request_id: Annotated[str, typer.Option(help="Your own identifier: repeating a publish with it changes nothing.")] = "",
+    json: Json = False,
+) -> None:
+    """Publish an adapter as a new version; it can be served seconds later."""
+    target: Target = context.obj
+    name = adapter or folder.resolve().name.lower()
+
+    async def run(progress: Progress) -> catalog_pb2.PublishResponse:
+        task = progress.add_task(f"publishing {name}", total=None)
+        async with target.client() as client:
+            return await client.publish(
+                folder,
+                adapter=name,
+                base=base or await _only_base(client, target),
+                alias=alias,
+                label=label,
+                request_id=request_id,
+                progress=lambda sent, total: progress.update(task, completed=sent, total=total),
+            )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=error_console, transient=True) as progress:
+        response = asyncio.run(run(progress))
+    if json:
+        print_json(response)
+        return
+    version = response.version
+    say(f"published {version.owner}/{version.adapter} version {version.number}: {version.digest}")
+    if response.HasField("alias"):
+        say(f"alias {response.alias.name} points at it (generation {response.alias.generation})")
+    else:
+        note(f"no alias was moved; to serve it: veneer alias {version.adapter} {version.number}")
+    for warning in version.report.warnings:
+        note(f"warning: {warning}")
+
+
+def adapters(context: typer.Context, *, json: Json = False) -> None:
+    """List your tenant's adapters and where their aliases point."""
+    target: Target = context.obj
+
+    async def run() -> list[catalog_pb2.Adapter]:
+        async with target.client() as client:
+            return await client.adapters()
+
+    found = asyncio.run(run())
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (one.name, one.num_versions, "; ".join(_alias_text(alias) for alias in one.aliases), when(one.create_time))
+        for one in found
+    ]
+    print_table("adapters", ("name", "versions", "aliases", "created"), rows)
+
+
+def versions(context: typer.Context, adapter: AdapterName, *, json: Json = False) -> None:
+    """List an adapter's versions, newest first."""
+    target: Target = context.obj
+
+    async def run() -> list[catalog_pb2.Version]:
+        async with target.client() as client:
+            return await client.versions(adapter)
+
+    found = asyncio.run(run())
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (
+            one.number,
+            short(one.digest),
+            catalog_pb2.VersionState.Name(one.state).removeprefix("VERSION_STATE_").lower(),
+            one.report.max_rank,
+            ", ".join(one.report.modules),
+            size(one.size_bytes),
+            one.label,
+            when(one.create_time),
+        )
+        for one in found
+    ]
+    print_table(f"versions of {adapter}", ("no.", "digest", "state", "rank", "modules", "size", "label", "published"), rows)
+
+
+def alias(
+    context: typer.Context,
+    adapter: AdapterName,
+    version: Annotated[str, typer.Argument(help=_VERSION_HELP)],
+    *,
+    alias: AliasName = "stable",
+    expected: Expected = None,
+) -> None:
+    """Point an alias at one version."""
+    _set_alias(context.obj, adapter, [(version, 1)], alias=alias, expected=expected)
+
+
+def split(
+    context: typer.Context,
+    adapter: AdapterName,
+    arms: Annotated[list[str], typer.Argument(metavar="VERSION=WEIGHT...", help="E.g. 1=90 2=10.")],
+    *,
+    alias: AliasName = "stable",
+    expected: Expected = None,
+) -> None:
+    """Split an alias's traffic over versions by weight; a unit (`generate --unit`) always gets the same arm."""
+    _set_alias(context.obj, adapter, [_read_arm(arm) for arm in arms], alias=alias, expected=expected)
+
+
+def rollback(
+    context: typer.Context,
+    adapter: AdapterName,
+    *,
+    to: Annotated[str, typer.Option(help=f"{_VERSION_HELP} Else the one that it served alone before its last move.")] = "",
+    alias: AliasName = "stable",
+    expected: Expected = None,
+) -> None:
+    """Point an alias back at the version that it served before."""
+    target: Target = context.obj
+
+    async def run() -> catalog_pb2.Alias:
+        async with target.client() as client:
+            version = (await _find_versions(client, adapter, [to]))[0] if to else ""
+            return await client.rollback(adapter, alias=alias, version=version, expected_generation=expected)
+
+    say(f"rolled back: {_alias_text(asyncio.run(run()))}")
+
+
+def retire(context: typer.Context, adapter: AdapterName, version: Annotated[str, typer.Argument(help=_VERSION_HELP)]) -> None:
+    """End a version: nothing new is admitted to it, running requests finish on it."""
+    target: Target = context.obj
+
+    async def run() -> catalog_pb2.Version:
+        async with target.client() as client:
+            [digest] = await _find_versions(client, adapter, [version])
+            return await client.retire(adapter, digest)
+
+    retired = asyncio.run(run())
+    say(f"retired {retired.adapter} version {retired.number}")
+
+
+def _set_alias(target: Target, adapter: str, arms: list[tuple[str, int]], *, alias: str, expected: int | None) -> None:
+    async def run() -> catalog_pb2.Alias:
+        async with target.client() as client:
+            digests = await _find_versions(client, adapter, [version for version, _ in arms])
+            weights = dict(zip(digests, (weight for _, weight in arms), strict=True))
+            if len(weights) < len(arms):
+                raise InvalidArgumentError.of([Violation("arms", "a version is named twice")])
+            return await client.set_alias(adapter, weights, alias=alias, expected_generation=expected)
+
+    say(_alias_text(asyncio.run(run())))
+
+
+async def _find_versions(client: Client, adapter: str, wanted: Iterable[str]) -> list[str]:
+    """Digests of versions that are named by number, digest, or the beginning of a digest."""
+    known = await client.versions(adapter)
+    digests = []
+    for name in wanted:
+        number = name.removeprefix("v")
+        found = [one.digest for one in known if str(one.number) == number] or [
+            one.digest for one in known if one.digest.startswith(name)
+        ]
+        if not found:
+            raise NotFoundError(f"{adapter} has no version {name}; `veneer versions {adapter}` lists them")
+        if len(found) > 1:
+            raise InvalidArgumentError.of([Violation("version", f"{name} is the beginning of {len(found)} digests")])
+        digests.append(found[0])
+    return digests
+
+
+async def _only_base(client: Client, target: Target) -> str:
+    state = target.state
+    if state is not None:
+        return state.base_digest
+    known = await client.bases()
+    if len(known) != 1:
+        names = ", ".join(base.name for base in known) or "none: `veneer base add` registers one"
+        raise InvalidArgumentError.of([Violation("--base", f"name the base; there are {names}")])
+    return known[0].digest
+
+
+def _read_arm(arm: str) -> tuple[str, int]:
+    version, separator, weight = arm.rpartition("=")
+    if not separator or not weight.isdecimal() or not 1 <= int(weight) <= 10_000:
+        raise InvalidArgumentError.of([Violation(arm, "is not VERSION=WEIGHT with a weight of 1 to 10000")])
+    return version, int(weight)
+
+
+def _read_config(folder: Path) -> bytes:
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise InvalidArgumentError.of([Violation(CONFIG_NAME, f"is not in {folder}")])
+    return path.read_bytes()
+
+
+def _weights(folder: Path) -> Path:
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        raise InvalidArgumentError.of([Violation(WEIGHTS_NAME, f"is not in {folder}")])
+    return path
+
+
+def _alias_text(alias: catalog_pb2.Alias) -> str:
+    total = sum(arm.weight for arm in alias.arms)
+    arms = ", ".join(f"{short(arm.version)} {100 * arm.weight / total:.4g} %" for arm in alias.arms)
+    return f"{alias.name} → {arms} (generation {alias.generation})"
+
+
+def _print_report(title: str, report: Report) -> None:
+    rows: list[tuple[str, object]] = [
+        ("pairs", report.num_pairs),
+        ("ranks", f"{report.min_rank} – {report.max_rank}"),
+        ("rank rows in all", report.total_rank_rows),
+        ("modules", ", ".join(report.modules)),
+        ("layers", report.num_layers),
+        ("type", report.dtype),
+        ("scaling", f"{report.min_scaling:g} – {report.max_scaling:g}"),
+        ("largest value", f"{report.max_abs:g}"),
+        *(("warning", warning) for warning in report.warnings),
+    ]
+    print_table(title, ("", ""), rows)

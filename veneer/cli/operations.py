@@ -1,0 +1,121 @@
+"""`veneer base` and `veneer status`: for operators."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc
+import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from veneer.artifact import describe_base
+from veneer.channel import ClientTls, open_channel
+from veneer.cli.output import console, print_json, print_table, say, short, size, when
+from veneer.cli.target import Target
+from veneer.controlplane.v1 import bases_pb2
+from veneer.dataplane.v1 import admin_pb2
+
+bases = typer.Typer(no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@bases.command("add")
+def add_base(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="Hugging Face folder.", exists=True, file_okay=False)],
+    *,
+    name: Annotated[str | None, typer.Option(help="Human name; else what the folder says.")] = None,
+    json: Json = False,
+) -> None:
+    """Compute a base model's digest and register it."""
+    target: Target = context.obj
+
+    async def run() -> bases_pb2.Base:
+        async with target.operator() as operator:
+            with console.status("reading the model"):
+                description = await asyncio.to_thread(describe_base, folder, name=name)
+            return await operator.register_base(description)
+
+    base = asyncio.run(run())
+    print_json(base) if json else say(f"registered {base.name}: {base.digest}")
+
+
+@bases.command("list")
+def list_bases(context: typer.Context, *, json: Json = False) -> None:
+    """List the registered bases."""
+    target: Target = context.obj
+
+    async def run() -> list[bases_pb2.Base]:
+        async with target.operator() as operator:
+            return await operator.bases()
+
+    found = asyncio.run(run())
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (base.name, short(base.digest), base.family, base.num_layers, base.max_context, when(base.create_time)) for base in found
+    ]
+    print_table("bases", ("name", "digest", "family", "layers", "context", "registered"), rows)
+
+
+def status(context: typer.Context, *, json: Json = False) -> None:
+    """Show whether both planes serve, and what is resident where."""
+    target: Target = context.obj
+
+    async def run() -> tuple[dict[str, str], admin_pb2.GetResidencyResponse | None]:
+        state = target.state
+        control = target.control or (state.control if state else "127.0.0.1:7600")
+        data = target.data or (state.data if state else "127.0.0.1:7700")
+        tls = None if target.ca is None else ClientTls(ca=target.ca)
+        health = {
+            "control plane": f"{await _health(control, tls)} at {control}",
+            "data plane": f"{await _health(data, tls)} at {data}",
+        }
+        if not (target.operator_key or state):
+            return health, None
+        async with target.operator() as operator:
+            return health, await operator.residency() if health["data plane"].startswith("SERVING") else None
+
+    health, residency = asyncio.run(run())
+    if json:
+        print_json({"health": health, "residency": residency})
+    else:
+        print_table("planes", ("plane", "health"), list(health.items()))
+        if residency is not None:
+            _print_residency(residency)
+    if not all(text.startswith("SERVING") for text in health.values()):
+        raise typer.Exit(1)
+
+
+def _print_residency(residency: admin_pb2.GetResidencyResponse) -> None:
+    engine = residency.engine
+    asked = residency.device_hits + residency.host_hits + residency.store_loads
+    rows: list[tuple[str, Any]] = [
+        ("running, waiting", f"{engine.running}, {engine.waiting}"),
+        ("KV pages", f"{engine.kv_pages_used} of {engine.kv_pages_total}"),
+        ("adapter arena", f"{size(engine.arena_bytes_used)} of {size(engine.arena_bytes_total)}"),
+        ("steps, tokens", f"{engine.steps}, {engine.generated_tokens}"),
+        ("most adapters, rows in a step", f"{engine.max_adapters_in_step}, {engine.max_rows_in_step}"),
+        ("hits: device, host, store", f"{residency.device_hits}, {residency.host_hits}, {residency.store_loads} of {asked}"),
+        ("mean load: store, device", f"{residency.mean_store_load_s * 1e3:.1f} ms, {residency.mean_device_load_s * 1e3:.1f} ms"),
+    ]
+    print_table("engine", ("", ""), rows)
+    tiers = {admin_pb2.TIER_HOST: "host", admin_pb2.TIER_LOADING: "loading", admin_pb2.TIER_DEVICE: "device"}
+    held = [
+        (short(one.version), tiers.get(one.tier, "?"), one.max_rank, size(one.size_bytes), one.leases)
+        for one in residency.versions
+    ]
+    print_table("resident versions", ("version", "tier", "rank", "size", "leases"), held)
+
+
+async def _health(address: str, tls: ClientTls | None) -> str:
+    async with open_channel(address, tls=tls) as channel:
+        try:
+            response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))

@@ -1,0 +1,118 @@
+"""What commands print: tables for people, JSON for programs; never a terminal's control codes that came from elsewhere."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from veneer.errors import VeneerError
+
+_HINTS = {
+    "UNAUTHENTICATED": "Check the key: --key or VENEER_API_KEY for tenants, --operator-key or VENEER_OPERATOR_KEY for operators.",
+    "PERMISSION_DENIED": "The key lacks a role. `veneer key list` shows its roles; an owner or operator can create another key.",
+    "UNAVAILABLE": "Is it running? `veneer status` tells, `veneer up` starts it on this machine, --control and --data name others.",
+    "ABORTED": "Somebody else moved it first. Look again and repeat.",
+    "NOT_FOUND": "`veneer adapters` lists what your tenant has, `veneer grant list` what others share with it.",
+}
+_WITHOUT_CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+
+console = Console()
+error_console = Console(stderr=True)
+
+
+def plain(text: str) -> str:
+    """The text without control codes: what a model or another tenant wrote must not steer this terminal."""
+    return text.translate(_WITHOUT_CONTROLS)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Prints rows, or that there are none."""
+    table = Table(*columns, title=title, title_justify="left", header_style="bold")
+    for row in rows:
+        table.add_row(*(Text(plain(str(cell))) for cell in row))
+    if table.row_count:
+        console.print(table)
+    else:
+        console.print(f"{title}: none", markup=False)
+
+
+def print_json(value: Any) -> None:
+    """Prints a message, a list of messages, or plain data as one JSON document."""
+    typer.echo(json.dumps(_as_data(value), indent=2, ensure_ascii=False))
+
+
+def print_json_line(value: Any) -> None:
+    """Prints one JSON document in one line."""
+    typer.echo(json.dumps(_as_data(value), ensure_ascii=False))
+
+
+def say(text: str) -> None:
+    """Prints a line for people."""
+    console.print(plain(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Prints a line beside the output, to standard error."""
+    error_console.print(plain(text), markup=False, highlight=False, style="dim", soft_wrap=True)
+
+
+def stream(text: str) -> None:
+    """Prints a piece of a model's output at once, as it is but for control codes."""
+    sys.stdout.write(plain(text))
+    sys.stdout.flush()
+
+
+def print_error(error: VeneerError) -> None:
+    """Prints what went wrong, everything that is wrong with the input, and what to do."""
+    if error.violations:
+        error_console.print(f"error: {error.status}", style="bold red", markup=False, highlight=False)
+        for violation in error.violations:
+            error_console.print(f"  • {plain(str(violation))}", markup=False, highlight=False, soft_wrap=True)
+    else:
+        message = f"error: {error.status}: {plain(error.message)}"
+        error_console.print(message, style="bold red", markup=False, highlight=False, soft_wrap=True)
+    if error.retry_after_s is not None:
+        note(f"Try again in {error.retry_after_s:g} s.")
+    elif error.status in _HINTS:
+        note(_HINTS[error.status])
+
+
+def short(digest: str) -> str:
+    """The first characters of a digest, enough to tell versions of one adapter apart."""
+    return digest[:12]
+
+
+def when(time: Timestamp) -> str:
+    """Local time, or a dash when there is none."""
+    return "–" if not time.ByteSize() else time.ToDatetime(datetime.UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def size(size_bytes: int) -> str:
+    """Bytes for people."""
+    amount = float(size_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"
+
+
+def _as_data(value: Any) -> Any:
+    if isinstance(value, Message):
+        return MessageToDict(value, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    if isinstance(value, (list, tuple)):
+        return [_as_data(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _as_data(one) for key, one in value.items()}
+    return value

@@ -1,0 +1,78 @@
+"""Which planes a command talks to, and with which key: options first, then the environment, then what `veneer up` left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from veneer.channel import ClientTls
+from veneer.client import Client
+from veneer.errors import UnauthenticatedError
+from veneer.local.state import StackState, read_state
+from veneer.operator_client import OperatorClient
+
+DEFAULT_STATE = Path.home() / ".local" / "state" / "veneer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where to and as whom; empty fields were not given.
+
+    Attributes:
+        state_folder: Folder of the local stack.
+        control: Control plane, callers.
+        control_operators: Control plane, operators.
+        data: Data plane, callers.
+        data_operators: Data plane, operators.
+        key: Key of a tenant.
+        operator_key: Key of an operator.
+        ca: PEM authorities; given, TLS is used.
+    """
+
+    state_folder: Path
+    control: str = ""
+    control_operators: str = ""
+    data: str = ""
+    data_operators: str = ""
+    key: str = ""
+    operator_key: str = ""
+    ca: Path | None = None
+
+    @property
+    def state(self) -> StackState | None:
+        """The local stack, unless the user named other planes: a local key must not travel to them."""
+        if self.control or self.data or self.control_operators or self.data_operators:
+            return None
+        return read_state(self.state_folder)
+
+    def client(self) -> Client:
+        """A client with the tenant's key.
+
+        Raises:
+            UnauthenticatedError: There is no key.
+        """
+        state = self.state
+        key = self.key or (state.tenant_key if state else "")
+        if not key:
+            raise UnauthenticatedError("there is no tenant key: give --key or set VENEER_API_KEY (`veneer key create` makes one)")
+        control = self.control or (state.control if state else "127.0.0.1:7600")
+        data = self.data or (state.data if state else "127.0.0.1:7700")
+        return Client(control=control, data=data, key=key, tls=self._tls)
+
+    def operator(self) -> OperatorClient:
+        """A client with the operator's key.
+
+        Raises:
+            UnauthenticatedError: There is no key.
+        """
+        state = self.state
+        key = self.operator_key or (state.operator_key if state else "")
+        if not key:
+            raise UnauthenticatedError("there is no operator key: give --operator-key or set VENEER_OPERATOR_KEY")
+        control = self.control_operators or (state.control_operators if state else "127.0.0.1:7601")
+        data = self.data_operators or (state.data_operators if state else "127.0.0.1:7701")
+        return OperatorClient(control=control, data=data, key=key, tls=self._tls)
+
+    @property
+    def _tls(self) -> ClientTls | None:
+        return None if self.ca is None else ClientTls(ca=self.ca)

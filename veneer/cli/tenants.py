@@ -1,0 +1,191 @@
+"""`veneer tenant`, `veneer key`, `veneer grant`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from veneer.cli.output import note, print_json, print_table, say, when
+from veneer.cli.target import Target
+from veneer.client import Client
+from veneer.controlplane.v1 import tenants_pb2
+from veneer.operator_client import OperatorClient
+
+tenants = typer.Typer(no_args_is_help=True)
+keys = typer.Typer(no_args_is_help=True)
+grants = typer.Typer(no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+OfTenant = Annotated[str, typer.Option(help="As an operator, for this tenant; else for the tenant of the key in use.")]
+
+
+@tenants.command("create")
+def create_tenant(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="1 to 63 lower-case letters, digits and inner hyphens.")],
+    *,
+    weight: Annotated[int, typer.Option(help="Share of capacity relative to other tenants.", min=1, max=1000)] = 1,
+    forbid_fallback: Annotated[bool, typer.Option("--forbid-fallback", help="The base never answers for an adapter.")] = False,
+    json: Json = False,
+) -> None:
+    """Create a tenant."""
+    target: Target = context.obj
+    policy = tenants_pb2.FALLBACK_POLICY_FORBIDDEN if forbid_fallback else tenants_pb2.FALLBACK_POLICY_ALLOWED
+
+    async def run() -> tenants_pb2.Tenant:
+        async with target.operator() as operator:
+            return await operator.create_tenant(name, fallback=policy, weight=weight)
+
+    tenant = asyncio.run(run())
+    print_json(tenant) if json else say(
+        f"created tenant {tenant.name}; next: veneer key create --tenant {tenant.name} --role owner"
+    )
+
+
+@tenants.command("list")
+def list_tenants(context: typer.Context, *, json: Json = False) -> None:
+    """List the tenants."""
+    target: Target = context.obj
+
+    async def run() -> list[tenants_pb2.Tenant]:
+        async with target.operator() as operator:
+            return await operator.tenants()
+
+    found = asyncio.run(run())
+    if json:
+        print_json(found)
+        return
+    forbidden = tenants_pb2.FALLBACK_POLICY_FORBIDDEN
+    rows = [
+        (one.name, max(one.weight, 1), "forbidden" if one.fallback == forbidden else "allowed", when(one.create_time))
+        for one in found
+    ]
+    print_table("tenants", ("name", "weight", "fallback", "created"), rows)
+
+
+@keys.command("create")
+def create_key(
+    context: typer.Context,
+    *,
+    role: Annotated[list[str], typer.Option(help="owner, publisher or caller; repeat for several.")],
+    tenant: OfTenant = "",
+    label: Annotated[str, typer.Option(help="Free text, up to 100 characters.")] = "",
+    lifetime_s: Annotated[float | None, typer.Option(help="Seconds that it lives; else until revoked.", min=1)] = None,
+    json: Json = False,
+) -> None:
+    """Create a key. It is printed this once: alone on standard output, so that a script can take it."""
+    target: Target = context.obj
+
+    async def run() -> tenants_pb2.CreateKeyResponse:
+        async with _keeper(target, tenant) as client:
+            return await client.create_key(roles=role, tenant=tenant, label=label, lifetime_s=lifetime_s)
+
+    response = asyncio.run(run())
+    if json:
+        print_json(response)
+        return
+    note(f"key {response.key.id} of tenant {response.key.tenant}; it cannot be shown again:")
+    typer.echo(response.secret)
+
+
+@keys.command("list")
+def list_keys(context: typer.Context, *, tenant: OfTenant = "", json: Json = False) -> None:
+    """List a tenant's keys, without their secrets."""
+    target: Target = context.obj
+
+    async def run() -> list[tenants_pb2.Key]:
+        async with _keeper(target, tenant) as client:
+            return await client.keys(tenant=tenant)
+
+    found = asyncio.run(run())
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (one.id, ", ".join(_role_names(one)), one.label, when(one.create_time), when(one.expire_time), when(one.revoke_time))
+        for one in found
+    ]
+    print_table("keys", ("id", "roles", "label", "created", "expires", "revoked"), rows)
+
+
+@keys.command("revoke")
+def revoke_key(
+    context: typer.Context,
+    key_id: Annotated[str, typer.Argument(help="Identifier from `veneer key list`.")],
+    *,
+    tenant: OfTenant = "",
+) -> None:
+    """Revoke a key at once; data planes follow within 5 s."""
+    target: Target = context.obj
+
+    async def run() -> tenants_pb2.Key:
+        async with _keeper(target, tenant) as client:
+            return await client.revoke_key(key_id, tenant=tenant)
+
+    say(f"revoked {asyncio.run(run()).id}")
+
+
+@grants.command("create")
+def create_grant(
+    context: typer.Context,
+    adapter: Annotated[str, typer.Argument(help="Adapter of your tenant.")],
+    grantee: Annotated[str, typer.Argument(help="Tenant that may use it.")],
+) -> None:
+    """Let another tenant use (not read) an adapter."""
+    target: Target = context.obj
+
+    async def run() -> tenants_pb2.Grant:
+        async with target.client() as client:
+            return await client.create_grant(adapter, grantee)
+
+    grant = asyncio.run(run())
+    say(
+        f"{grant.grantee} may use {grant.owner}/{grant.adapter}: veneer generate --owner {grant.owner} --adapter {grant.adapter} …"
+    )
+
+
+@grants.command("list")
+def list_grants(context: typer.Context, *, json: Json = False) -> None:
+    """List the grants that your tenant has given and received."""
+    target: Target = context.obj
+
+    async def run() -> tenants_pb2.ListGrantsResponse:
+        async with target.client() as client:
+            return await client.grants()
+
+    found = asyncio.run(run())
+    if json:
+        print_json(found)
+        return
+    print_table("given", ("adapter", "to", "since"), [(one.adapter, one.grantee, when(one.create_time)) for one in found.given])
+    print_table(
+        "received", ("owner", "adapter", "since"), [(one.owner, one.adapter, when(one.create_time)) for one in found.received]
+    )
+
+
+@grants.command("revoke")
+def revoke_grant(
+    context: typer.Context,
+    adapter: Annotated[str, typer.Argument(help="Adapter of your tenant.")],
+    grantee: Annotated[str, typer.Argument(help="Tenant that may no longer use it.")],
+) -> None:
+    """Withdraw a grant."""
+    target: Target = context.obj
+
+    async def run() -> None:
+        async with target.client() as client:
+            await client.revoke_grant(adapter, grantee)
+
+    asyncio.run(run())
+    say(f"{grantee} may no longer use {adapter}")
+
+
+def _keeper(target: Target, tenant: str) -> Client | OperatorClient:
+    """Who manages the keys: an operator when a tenant was named, else the tenant itself."""
+    return target.operator() if tenant else target.client()
+
+
+def _role_names(key: tenants_pb2.Key) -> list[str]:
+    return [tenants_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in key.roles]
