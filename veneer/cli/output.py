@@ -21,7 +21,7 @@ from veneer.errors import VeneerError
 _HINTS = {
     "UNAUTHENTICATED": "Check the key: --key or VENEER_API_KEY for tenants, --operator-key or VENEER_OPERATOR_KEY for operators.",
     "PERMISSION_DENIED": "The key lacks a role. `veneer key list` shows its roles; an owner or operator can create another key.",
-    "UNAVAILABLE": "Is it running? `veneer status` tells, `veneer up` starts it on this machine, --control and --data name others.",
+    "UNAVAILABLE": "Is it running? `veneer status` tells, `veneer up` starts it here, --control and --data name others.",
     "ABORTED": "Somebody else moved it first. Look again and repeat.",
     "NOT_FOUND": "`veneer adapters` lists what your tenant has, `veneer grant list` what others share with it.",
 }
@@ -38,7 +38,9 @@ def plain(text: str) -> str:
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Prints rows, or that there are none."""
-    table = Table(*columns, title=title, title_justify="left", header_style="bold")
+    table = Table(title=title, title_justify="left", header_style="bold", show_header=any(columns))
+    for column in columns:
+        table.add_column(column, overflow="fold")  # cut off, an identifier could not be copied
     for row in rows:
         table.add_row(*(Text(plain(str(cell))) for cell in row))
     if table.row_count:

@@ -141,9 +141,7 @@ def create_grant(
             return await client.create_grant(adapter, grantee)
 
     grant = asyncio.run(run())
-    say(
-        f"{grant.grantee} may use {grant.owner}/{grant.adapter}: veneer generate --owner {grant.owner} --adapter {grant.adapter} …"
-    )
+    say(f"{grant.grantee} may use it: veneer generate --owner {grant.owner} --adapter {grant.adapter} …")
 
 
 @grants.command("list")
