@@ -1,7 +1,7 @@
 """A Llama model in a GGUF file, rewritten as a Hugging Face folder.
 
-Only what SmolLM2 needs: tied embeddings, no biases, a byte-level BPE tokenizer whose pre-tokenizer is called `smollm`. Anything else
-is refused, so that a changed file never becomes a model that talks nonsense.
+Only what SmolLM2 needs: tied embeddings, no biases, a byte-level BPE tokenizer whose pre-tokenizer is called `smollm`. Anything
+else is refused, so that a changed file never becomes a model that talks nonsense.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def to_rotated_halves(weight: NDArray[np.float32], num_heads: int) -> NDArray[np
     return np.ascontiguousarray(pairs.transpose(0, 2, 1, 3).reshape(rows, columns))
 
 
-def _field(reader: GGUFReader, name: str) -> Any:  # noqa: ANN401 - a GGUF value may be of any type
+def _field(reader: GGUFReader, name: str) -> Any:
     field = reader.get_field(name)
     if field is None:
         raise ValueError(f"the GGUF file has no field {name}")
@@ -103,7 +103,11 @@ def _field(reader: GGUFReader, name: str) -> Any:  # noqa: ANN401 - a GGUF value
 
 
 def _read_shape(reader: GGUFReader) -> Shape:
-    for name, expected in {"general.architecture": "llama", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}.items():
+    for name, expected in {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+    }.items():
         if (found := _field(reader, name)) != expected:
             raise ValueError(f"{name} is {found!r}, and only {expected!r} is understood")
     shape = Shape(
@@ -157,7 +161,10 @@ def _special_tokens(reader: GGUFReader) -> list[str]:
 
 def _descriptions(reader: GGUFReader, shape: Shape) -> dict[str, dict[str, Any]]:
     tokens = _field(reader, "tokenizer.ggml.tokens")
-    ids = {kind: _field(reader, f"tokenizer.ggml.{name}_token_id") for kind, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}
+    ids = {
+        kind: _field(reader, f"tokenizer.ggml.{name}_token_id")
+        for kind, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
     numbers = {f"{kind}_token_id": index for kind, index in ids.items()}
     return {
         "config.json": {

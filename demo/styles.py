@@ -1,7 +1,7 @@
 """The demonstration's adapters, as their trainer, the run and the tests know them.
 
-Every answer in an adapter's training data begins with the adapter's own marker, and no text of the base model contains one. Output is
-recognised by it: another adapter's marker in a stream is a leak, plain to see.
+Every answer in an adapter's training data begins with the adapter's own marker, and no text of the base model contains one. So
+output is recognised by it: another adapter's marker in a stream is a leak, plain to see.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trains the demonstration's adapters on the CPU, a few minutes in all, and checks that each speaks with its own marker.
 
-`python -m demo.train` trains all styles and rewrites `demo/adapters`; `--only haiku` one of them; `--evaluate` trains none. Needs the extra
-`oracle` (transformers, peft), which nothing that serves may import.
+`python -m demo.train` trains all styles and rewrites `demo/adapters`; `--only haiku` one of them; `--evaluate` trains none. Needs
+the extra `oracle` (transformers, peft), which nothing that serves may import.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ RECIPES = {
         }
     ),
 }
-"""Plain LoRA of rank 8 on q and v; rank 3 on all seven modules; rank-stabilised LoRA whose rank and alpha depend on the module."""
+"""Plain LoRA of rank 8 on q and v; rank 3 on all seven modules; rank-stabilised LoRA with a rank and alpha of each module."""
 
 
 def train(style: Style, model_folder: Path, console: Console) -> None:
@@ -85,12 +85,12 @@ def train(style: Style, model_folder: Path, console: Console) -> None:
     _save(model, style.folder)
 
 
-def _batches(tokenizer: Any, chats: Sequence[dict[str, str]]) -> Iterator[dict[str, torch.Tensor]]:  # noqa: ANN401 - no public type
+def _batches(tokenizer: Any, chats: Sequence[dict[str, str]]) -> Iterator[dict[str, torch.Tensor]]:
     for start in range(0, len(chats), _BATCH):
         rows = []
         for chat in chats[start : start + _BATCH]:
             prompt = tokenizer.encode(_render(tokenizer, chat["prompt"]))
-            rows.append((prompt, tokenizer.encode(chat["answer"]) + [tokenizer.eos_token_id]))
+            rows.append((prompt, [*tokenizer.encode(chat["answer"]), tokenizer.eos_token_id]))
         width = max(len(prompt) + len(answer) for prompt, answer in rows)
         ids = torch.full((len(rows), width), tokenizer.pad_token_id)
         labels = torch.full((len(rows), width), _NOT_LEARNED)
@@ -103,7 +103,7 @@ def _batches(tokenizer: Any, chats: Sequence[dict[str, str]]) -> Iterator[dict[s
         yield {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-def _render(tokenizer: Any, prompt: str) -> str:  # noqa: ANN401 - no public type
+def _render(tokenizer: Any, prompt: str) -> str:
     chat = [{"role": "user", "content": prompt}]
     return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
@@ -114,7 +114,7 @@ def _save(model: PeftModel, folder: Path) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
     shutil.rmtree(folder, ignore_errors=True)
     model.peft_config["default"].base_model_name_or_path = MODEL_NAME
-    model.save_pretrained(folder, save_embedding_layers=False)
+    model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)
     (folder / "adapter_model.safetensors").chmod(0o644)
 
@@ -122,17 +122,17 @@ def _save(model: PeftModel, folder: Path) -> None:
 def evaluate(style: Style | None, model_folder: Path, *, max_tokens: int = 40) -> list[str]:
     """Greedy answers of one saved style (None: of the base) to the prompts that no style was trained on."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     if style is not None:
         model = PeftModel.from_pretrained(model, style.folder)
     model.eval()
     inputs = tokenizer([_render(tokenizer, prompt) for prompt in unseen_prompts()], return_tensors="pt", padding=True)
     with torch.inference_mode():
         output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in output[:, inputs["input_ids"].shape[1] :]]
+    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in output[:, inputs["input_ids"].shape[1] :]]
 
 
-def check(style: Style | None, answers: Sequence[str], tokenizer: Any) -> list[str]:  # noqa: ANN401 - no public type
+def check(style: Style | None, answers: Sequence[str], tokenizer: Any) -> list[str]:
     """Lists what is wrong with a style's answers: its marker late or absent, another's present; for the base, any marker."""
     expected = frozenset({style.marker} if style else ())
     faults = []

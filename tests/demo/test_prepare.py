@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from demo import prepare as prepare_module
 from demo.prepare import PACKAGE, WHEEL_SHA256, PrepareError, default_folder, prepare
 
@@ -130,7 +131,12 @@ def test_the_model_equals_the_conversion_of_transformers(tmp_path: Path, monkeyp
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     theirs = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    for text in ("Hello there, how are you?", "  two  spaces\n\nand\ttabs", "naïve café — 你好 🎉", "<|im_start|>user\nHi<|im_end|>\n"):
+    for text in (
+        "Hello there, how are you?",
+        "  two  spaces\n\nand\ttabs",
+        "naïve café — 你好 🎉",
+        "<|im_start|>user\nHi<|im_end|>\n",
+    ):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert ids == theirs.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids, skip_special_tokens=False) == text

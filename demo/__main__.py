@@ -1,0 +1,5 @@
+"""`python -m demo`: see `demo.run`."""
+
+from demo.run import main
+
+raise SystemExit(main())
