@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import psycopg
 from psycopg import errors as pg_errors
@@ -67,7 +67,7 @@ class Database:
 
     def __init__(self, settings: Settings) -> None:
         self.app = _engine(settings, APP_ROLE, overflow=settings.pool_overflow)
-        self.auth = _engine(settings, AUTH_ROLE, overflow=settings.pool_overflow)
+        self.auth = _engine(settings, AUTH_ROLE, overflow=settings.pool_overflow, isolation_level="AUTOCOMMIT")
         self.relay = _engine(settings, RELAY_ROLE, overflow=0)
 
     @asynccontextmanager
@@ -139,7 +139,9 @@ def _is_nul(error: BaseException | None) -> bool:
     return isinstance(error, exc.StatementError) and isinstance(error.orig, psycopg.DataError)
 
 
-def _engine(settings: Settings, role: str, *, overflow: int) -> AsyncEngine:
+def _engine(
+    settings: Settings, role: str, *, overflow: int, isolation_level: Literal["AUTOCOMMIT", "READ COMMITTED"] = "READ COMMITTED"
+) -> AsyncEngine:
     options = (
         f"-c statement_timeout={int(settings.statement_timeout_s * 1000)}"
         f" -c idle_in_transaction_session_timeout={int(settings.statement_timeout_s * 1000)}"
@@ -151,6 +153,7 @@ def _engine(settings: Settings, role: str, *, overflow: int) -> AsyncEngine:
         pool_timeout=settings.pool_timeout_s,
         pool_recycle=_POOL_RECYCLE_S,
         pool_pre_ping=True,
+        isolation_level=isolation_level,
         connect_args={
             "connect_timeout": settings.connect_timeout_s,
             "options": options,

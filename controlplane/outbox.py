@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
-from sqlalchemy import text
+from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane.db import Database, translated
@@ -33,13 +36,13 @@ _TRIM_EVERY_S = 600.0
 _SOCKET_TIMEOUT_S = 2.0
 
 _TRY_LOCK = text("SELECT pg_try_advisory_xact_lock(:lock)")
-# Below the oldest running transaction nothing new can appear, so what is read is a prefix of the commit order.
+# Below the oldest running transaction nothing new can appear, so what is read is a prefix of the commit order. Rows are not
+# locked: a lock would give this transaction a number, and the change feed would stand still while Redis makes it wait.
 _TAKE = text("""
-    DELETE FROM outbox WHERE (xid, id) IN (
-        SELECT xid, id FROM outbox WHERE xid < pg_snapshot_xmin(pg_current_snapshot())
-        ORDER BY xid, id LIMIT :limit FOR UPDATE SKIP LOCKED)
-    RETURNING xid::text::bigint AS xid, id, kind, tenant, adapter, version, generation
+    SELECT xid::text AS xid, id, kind, tenant, adapter, version, generation FROM outbox
+    WHERE xid < pg_snapshot_xmin(pg_current_snapshot()) ORDER BY outbox.xid, outbox.id LIMIT :limit
 """)
+_REMOVE = text("DELETE FROM outbox WHERE (xid, id) <= (CAST(CAST(:xid AS text) AS xid8), :id)")
 _WAITING = text("SELECT count(*), coalesce(extract(epoch FROM now() - min(create_time)), 0) FROM outbox")
 _TRIM = text("""
     WITH gone AS (DELETE FROM changes WHERE create_time < now() - make_interval(secs => :age) RETURNING xid, id)
@@ -97,18 +100,14 @@ class Relay:
         """
         with translated():
             async with self._engine.begin() as connection:
-                if self._redis is None or not await self._is_ours(connection):
+                if not await self._is_ours(connection):
                     return 0
                 rows = (await connection.execute(_TAKE, {"limit": _BATCH})).all()
                 if not rows:
                     return 0
-                async with self._redis.pipeline(transaction=False) as pipeline:
-                    for row in sorted(rows, key=lambda row: (row.xid, row.id)):
-                        hint = hints_pb2.Hint(
-                            kind=row.kind, tenant=row.tenant, adapter=row.adapter, version=row.version, generation=row.generation
-                        )
-                        pipeline.publish(CHANNEL, hint.SerializeToString())
-                    await pipeline.execute()
+                if self._redis is not None:
+                    await self._publish(self._redis, rows)
+                await connection.execute(_REMOVE, {"xid": rows[-1].xid, "id": rows[-1].id})
         self._relayed.inc(len(rows))
         return len(rows)
 
@@ -124,6 +123,15 @@ class Relay:
         if self._redis is not None:
             with contextlib.suppress(RedisError, OSError):
                 await self._redis.aclose()
+
+    async def _publish(self, redis: Redis, rows: Sequence[Row[Any]]) -> None:
+        async with redis.pipeline(transaction=False) as pipeline:
+            for row in rows:
+                hint = hints_pb2.Hint(
+                    kind=row.kind, tenant=row.tenant, adapter=row.adapter, version=row.version, generation=row.generation
+                )
+                pipeline.publish(CHANNEL, hint.SerializeToString())
+            await pipeline.execute()
 
     async def _is_ours(self, connection: AsyncConnection) -> bool:
         return bool((await connection.execute(_TRY_LOCK, {"lock": _LOCK})).scalar_one())
@@ -142,5 +150,6 @@ def _connect(url: str) -> Redis:
         socket_timeout=_SOCKET_TIMEOUT_S,
         socket_connect_timeout=_SOCKET_TIMEOUT_S,
         socket_keepalive=True,
+        retry=Retry(NoBackoff(), 1),  # a connection that a restart broke is made again once; then the relay pauses
         health_check_interval=10,
     )

@@ -28,7 +28,7 @@ from controlplane.db import Database, Scope
 from controlplane.settings import Settings
 from controlplane.spool import CONFIG, WEIGHTS, Part, Received, Spool
 from veneer.artifact import BaseDescription, Limits, Report, version_digest
-from veneer.errors import AbortedError, AlreadyExistsError, InvalidArgumentError, Violation
+from veneer.errors import AbortedError, AlreadyExistsError, DeadlineExceededError, InvalidArgumentError, Violation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,11 @@ class Publisher:
         limits = {CONFIG: self._settings.max_config_bytes, WEIGHTS: self._settings.max_weights_bytes}
         spool = Spool(self._settings.spool_folder, limits, part_timeout_s=self._settings.part_timeout_s)
         async with self._uploads, spool:
-            files = await spool.receive(parts)
+            try:
+                async with asyncio.timeout(self._settings.upload_timeout_s):
+                    files = await spool.receive(parts)
+            except TimeoutError as error:
+                raise DeadlineExceededError(f"the upload took longer than {self._settings.upload_timeout_s:g} s") from error
             self._metrics.received.inc(sum(file.size_bytes for file in files.values()))
             draft = _Draft.of(owner, order, base=base, files=files)
             async with self._turn(owner, order.request_id):

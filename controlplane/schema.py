@@ -5,10 +5,11 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
+import psycopg
 from alembic import command
 from alembic.config import Config
 from psycopg import sql
-from sqlalchemy import Connection, create_engine, insert
+from sqlalchemy import Connection, create_engine, insert, text
 from sqlalchemy.exc import IntegrityError
 
 from controlplane import models
@@ -20,6 +21,7 @@ _HERE = Path(__file__).resolve().parent
 _MIGRATIONS = next(folder for folder in (_HERE / "migrations", _HERE.parent / "migrations") if folder.is_dir())
 """Beside this module in an installed wheel, at the root in a checkout."""
 _FIRST = "bootstrap"
+_LOCK = 0x6D696772617465
 
 
 def migrate(settings: Settings, *, revision: str = "head") -> None:
@@ -30,6 +32,8 @@ def migrate(settings: Settings, *, revision: str = "head") -> None:
             config = Config()
             config.set_main_option("script_location", str(_MIGRATIONS))
             config.attributes["connection"] = connection
+            connection.execute(text("SELECT pg_advisory_lock(:lock)"), {"lock": _LOCK})  # another may migrate at the same time
+            connection.commit()
             command.upgrade(config, revision)
             connection.commit()
             _set_passwords(connection, settings)
@@ -62,10 +66,10 @@ def make_first_operator(settings: Settings, vault: Vault) -> str:
 def _set_passwords(connection: Connection, settings: Settings) -> None:
     passwords = {APP_ROLE: settings.app_password, AUTH_ROLE: settings.auth_password, RELAY_ROLE: settings.relay_password}
     driver = connection.connection.driver_connection
-    assert driver is not None
+    assert isinstance(driver, psycopg.Connection)
     for role, password in passwords.items():
         if password is not None:
             statement = sql.SQL("ALTER ROLE {} PASSWORD {}").format(
                 sql.Identifier(role), sql.Literal(password.get_secret_value())
             )
-            driver.execute(statement)
+            connection.exec_driver_sql(statement.as_string(driver))

@@ -32,7 +32,7 @@ class Settings(BaseSettings):
         pool_timeout_s: Wait for a free connection, then UNAVAILABLE.
         connect_timeout_s: Wait for a connection to be made; libpq knows no less than 2.
         statement_timeout_s: Longest statement.
-        redis_url: Server for hints; absent: hints stay in the outbox.
+        redis_url: Server for hints; absent: there are none, and data planes learn of changes by polling alone.
         store_url: Object store for adapter files: `file:///folder`, `s3://bucket/prefix` or another address that obstore knows.
         spool_folder: Where uploads wait for their check; absent: the system's temporary folder.
         pepper: Secret of the service, at least 32 characters; all derived secrets and stored credentials depend on it.
@@ -54,6 +54,7 @@ class Settings(BaseSettings):
         max_checks: Publish checks run at the same time.
         check_timeout_s: Longest publish check.
         part_timeout_s: Longest wait for the next part of an upload.
+        upload_timeout_s: Longest upload.
         grant_lifetime_s: Life of a blob grant.
         enrollment_lifetime_s: Life of an enrolment token.
         node_key_overlap_s: How long a node's old key works after a rotation.
@@ -97,11 +98,12 @@ class Settings(BaseSettings):
     max_checks: Annotated[int, Field(ge=1, le=64)] = 2
     check_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
     part_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
+    upload_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 1800.0
     grant_lifetime_s: Annotated[float, Field(ge=1, le=86400)] = 900.0
     enrollment_lifetime_s: Annotated[float, Field(ge=1, le=86400)] = 3600.0
     node_key_overlap_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
     quarantine_reports: Annotated[int, Field(ge=1, le=100)] = 1
-    relay_interval_s: Annotated[float, Field(gt=0, le=60)] = 0.5
+    relay_interval_s: Annotated[float, Field(gt=0, le=60)] = 0.2
     change_retention_s: Annotated[float, Field(ge=86400)] = 2 * 86400.0
     log_level: str = "INFO"
 

@@ -54,7 +54,7 @@ class Spool:
 
     async def __aenter__(self) -> Self:
         try:
-            self._temporary = await asyncio.to_thread(tempfile.TemporaryDirectory, prefix="veneer-publish-", dir=self._folder)
+            self._temporary = tempfile.TemporaryDirectory(prefix="veneer-publish-", dir=self._folder)
         except OSError as error:
             raise UnavailableError("there is no room for uploads") from error
         return self

@@ -386,7 +386,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Removes everything but the roles, which other databases of the cluster may use."""
-    for table in ("reports", "publish_requests", "arms", "aliases", "grants", "versions", "adapters", "keys", "nodes"):
+    for table in ("reports", "publish_requests", "arms", "aliases", "versions", "grants", "adapters", "keys", "nodes"):
         op.execute(f"DROP TABLE {table}")
     for table in ("enrollments", "operators", "outbox", "changes", "change_floor", "tenants", "bases"):
         op.execute(f"DROP TABLE {table}")
