@@ -60,7 +60,7 @@ def describe_base(folder: Path, *, name: str | None = None, known_names: Sequenc
     faults.raise_if_any()
     _check_tensors(shapes, modules, num_layers, vocab_size, int(config["hidden_size"]), faults=faults)
     faults.raise_if_any()
-    written_name = str(config.get("_name_or_path") or "")
+    written_name = _read_name(config)
     chosen = name or written_name or folder.resolve().name
     others = [other for other in (*known_names, written_name, folder.resolve().name) if other and other != chosen]
     return BaseDescription(
@@ -73,6 +73,12 @@ def describe_base(folder: Path, *, name: str | None = None, known_names: Sequenc
         max_context=max_context,
         known_names=tuple(dict.fromkeys(other[:200] for other in others)),
     )
+
+
+def _read_name(config: dict[str, Any]) -> str:
+    """Gives the name that the folder was saved under; of a path on somebody's machine only the last segment."""
+    name = str(config.get("_name_or_path") or "")
+    return Path(name).name if name.startswith(("/", ".", "~")) else name
 
 
 def _read_bytes(path: Path, *, faults: Faults) -> bytes:

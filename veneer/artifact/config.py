@@ -98,6 +98,7 @@ The tensors in the file tell which modules are adapted, so the fields that only 
 target_modules is compared with the tensors, and differences are reported.
 """
 
+_SMALLEST_ALPHA = 1e-30  # smaller ones would scale to 0 in float32, and the adapter would do nothing in silence
 # Ways to begin training that leave the base as it is.
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
 
@@ -205,11 +206,10 @@ def _read_rank(value: Any, name: str, *, limits: Limits, faults: Faults) -> floa
 
 
 def _read_alpha(value: Any, name: str, *, limits: Limits, faults: Faults) -> float:
-    if type(value) not in (int, float) or value == 0 or not abs(value) <= limits.max_scaling * limits.max_rank:
-        largest = limits.max_scaling * limits.max_rank
-        faults.add(
-            f"{WHERE}: {name}", f"must be a number other than 0 and at most {largest:.0f} in magnitude, not {quote(value)}"
-        )
+    largest = limits.max_scaling * limits.max_rank
+    if type(value) not in (int, float) or not _SMALLEST_ALPHA <= abs(value) <= largest:
+        allowed = f"a number other than 0, of magnitude {_SMALLEST_ALPHA:g} to {largest:g}"
+        faults.add(f"{WHERE}: {name}", f"must be {allowed}, not {quote(value)}")
         return math.nan
     return float(value)
 

@@ -38,18 +38,21 @@ class Faults:
         else:
             self._num_more += 1
 
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        """All that is spelled out; a last entry counts the rest."""
+        if not self._num_more:
+            return tuple(self._violations)
+        return (*self._violations, Violation(field="adapter", description=f"and {self._num_more} more faults like these"))
+
     def raise_if_any(self) -> None:
         """Ends the check when something is wrong.
 
         Raises:
             ArtifactError: At least one fault was noted.
         """
-        if not self._violations:
-            return
-        violations = list(self._violations)
-        if self._num_more:
-            violations.append(Violation(field="adapter", description=f"and {self._num_more} more faults like these"))
-        raise ArtifactError.of(violations)
+        if self._violations:
+            raise ArtifactError.of(self.violations)
 
 
 def quote(text: object, *, max_chars: int = 160) -> str:

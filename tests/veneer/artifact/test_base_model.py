@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures.adapters import Tensors, describe_llama
+from tests.veneer.artifact.conftest import MakeBase
+from veneer.artifact import ArtifactError, BaseDescription, describe_base
+
+
+def test_a_llama_folder_is_described(tmp_path: Path, make_base: MakeBase) -> None:
+    base = describe_base(make_base(tmp_path / "little", config={"_name_or_path": "org/little"}), known_names=["nick"])
+    assert base.modules == describe_llama().modules
+    assert [module.name for module in base.modules] == [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
+    assert [module.site for module in base.modules] == ["qkv", "qkv", "qkv", "o", "gate_up", "gate_up", "down"]
+    assert (base.name, base.known_names, base.family) == ("org/little", ("nick", "little"), "llama")
+    assert (base.num_layers, base.vocab_size, base.max_context, len(base.digest)) == (2, 32, 128, 64)
+    assert BaseDescription.from_json(base.to_json()) == base
+
+
+def test_a_name_that_is_somebodys_path_is_shortened(tmp_path: Path, make_base: MakeBase) -> None:
+    assert describe_base(make_base(tmp_path / "f", config={"_name_or_path": "/home/someone/model"})).name == "model"
+    assert describe_base(make_base(tmp_path / "f")).name == "f"
+    assert describe_base(make_base(tmp_path / "f"), name="chosen").name == "chosen"
+
+
+def test_the_digest_does_not_depend_on_how_tensors_are_spread_or_ordered(tmp_path: Path, make_base: MakeBase) -> None:
+    def turn(tensors: Tensors) -> None:
+        for name in reversed(list(tensors)):
+            tensors[name] = tensors.pop(name)
+
+    whole = describe_base(make_base(tmp_path / "whole"))
+    assert describe_base(make_base(tmp_path / "sharded", shards=3)).digest == whole.digest
+    assert describe_base(make_base(tmp_path / "turned", edit=turn)).digest == whole.digest
+    assert (
+        describe_base(make_base(tmp_path / "named", config={"_name_or_path": "x", "transformers_version": "9"})).digest
+        == whole.digest
+    )
+
+
+def _flip(tensors: Tensors) -> None:
+    dtype, shape, data = tensors["model.norm.weight"]
+    tensors["model.norm.weight"] = (dtype, shape, bytes([data[0] ^ 1]) + data[1:])
+
+
+def _retype(tensors: Tensors) -> None:
+    _, shape, data = tensors["model.norm.weight"]
+    tensors["model.norm.weight"] = ("F16", shape, data)
+
+
+def _add(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"edit": _flip}, {"edit": _retype}, {"edit": _add}, {"seed": 1}, {"config": {"rope_theta": 5.0}}, {"template": "other"}],
+)
+def test_whatever_shapes_the_output_changes_the_digest(change: dict[str, Any], tmp_path: Path, make_base: MakeBase) -> None:
+    assert describe_base(make_base(tmp_path / "a", **change)).digest != describe_base(make_base(tmp_path / "b")).digest
+
+
+def test_tokenizer_and_template_file_change_the_digest(tmp_path: Path, make_base: MakeBase) -> None:
+    folder = make_base(tmp_path / "a")
+    digests = [describe_base(folder).digest]
+    (folder / "tokenizer.json").write_text("{}")
+    digests.append(describe_base(folder).digest)
+    (folder / "chat_template.jinja").write_text("{{ messages }}!")
+    digests.append(describe_base(folder).digest)
+    assert len(set(digests)) == 3
+    (folder / "tokenizer_config.json").unlink()
+    assert describe_base(folder).digest == digests[2]
+
+
+def _cut(tensors: Tensors) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"] = ("F32", (2, 2), bytes(16))
+
+
+@pytest.mark.parametrize(
+    ("change", "faults"),
+    [
+        (
+            {"config": {"architectures": ["MistralForCausalLM"]}},
+            ["['MistralForCausalLM'] (model_type 'llama') is not supported; LlamaForCausalLM is"],
+        ),
+        ({"config": {"architectures": ...}}, ["is not supported"]),
+        ({"config": {"architectures": ["LlamaForCausalLM", "X"]}}, ["is not supported"]),
+        ({"config": {"quantization_config": {"bits": 4}}}, ["quantised bases are not supported"]),
+        ({"config": {"hidden_size": "16", "vocab_size": 0}}, ["hidden_size: must be a whole number", "vocab_size"]),
+        ({"config": {"num_hidden_layers": 10**9}}, ["from 1 to 1024"]),
+        ({"config": {"num_key_value_heads": 4}}, ["k_proj.weight: has shape [8, 16]; config.json gives [16, 16]"]),
+        ({"edit": _cut}, ["layers.1.mlp.up_proj.weight: is missing", "has shape [2, 2]; config.json gives [24, 16]"]),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_every_fault(
+    change: dict[str, Any], faults: list[str], tmp_path: Path, make_base: MakeBase
+) -> None:
+    with pytest.raises(ArtifactError) as error:
+        describe_base(make_base(tmp_path / "f", **change))
+    for fault in faults:
+        assert fault in error.value.message
+
+
+def test_missing_files_are_all_named(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError) as error:
+        describe_base(tmp_path)
+    assert [violation.field for violation in error.value.violations] == ["config.json", "tokenizer.json", "model.safetensors"]
+
+
+def _escape(index: dict[str, Any]) -> None:
+    index["weight_map"]["x"] = "../../etc/passwd.safetensors"
+
+
+def _forget(index: dict[str, Any]) -> None:
+    del index["weight_map"]["model.norm.weight"]
+
+
+def _promise(index: dict[str, Any]) -> None:
+    index["weight_map"]["absent"] = next(iter(index["weight_map"].values()))
+
+
+@pytest.mark.parametrize(
+    ("edit", "fault"), [(_escape, "a file name in the folder"), (_forget, "is not listed"), (_promise, "'absent' is in no file")]
+)
+def test_a_wrong_index_is_refused(
+    edit: Callable[[dict[str, Any]], None], fault: str, tmp_path: Path, make_base: MakeBase
+) -> None:
+    path = make_base(tmp_path / "f", shards=2) / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    edit(index)
+    path.write_text(json.dumps(index))
+    with pytest.raises(ArtifactError, match=fault):
+        describe_base(path.parent)

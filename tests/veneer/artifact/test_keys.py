@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.fixtures.adapters import describe_llama
+from veneer.artifact.keys import Key, KeyMap
+
+BASE = describe_llama(num_layers=12)
+KEYS = KeyMap(BASE)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        (
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
+            Key("model.layers.0.self_attn.q_proj", 0, 0, "A", "", has_head=True),
+        ),
+        (
+            "base_model.model.model.layers.11.mlp.down_proj.lora_B.default.weight",
+            Key("model.layers.11.mlp.down_proj", 11, 6, "B", "default", has_head=True),
+        ),
+        (
+            "base_model.model.layers.3.mlp.gate_proj.lora_A.lora.weight",
+            Key("layers.3.mlp.gate_proj", 3, 4, "A", "lora", has_head=False),
+        ),
+    ],
+)
+def test_names_that_peft_writes_are_understood(name: str, key: Key) -> None:
+    assert KEYS.parse(name) == key
+
+
+def test_every_module_of_the_base_has_its_own_place() -> None:
+    places = set()
+    for path in KEYS.paths(has_head=True):
+        key = KEYS.parse(f"base_model.model.{path}.lora_A.weight")
+        assert isinstance(key, Key)
+        assert BASE.modules[key.slice].path.format(layer=key.layer) == path
+        places.add((key.layer, key.slice))
+    assert len(places) == 12 * 7
+    assert KEYS.paths(has_head=False)[0] == "layers.0.self_attn.q_proj"
+
+
+_STEM = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        (f"{_STEM}.lora_typo.weight", "is not an A or B"),
+        (f"{_STEM}.lora_A", "is not an A or B"),
+        (f"{_STEM}.lora_A.a.b.weight", "is not an A or B"),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", "must begin with base_model.model."),
+        ("base_model.model.language_model.model.layers.0.self_attn.q_proj.lora_A.weight", "is not one of this base"),
+        ("base_model.model.model.layers.12.self_attn.q_proj.lora_A.weight", "layers 0 to 11"),
+        ("base_model.model.model.layers.01.self_attn.q_proj.lora_A.weight", "is not one of this base"),
+        ("base_model.model.model.layers.1_0.self_attn.q_proj.lora_A.weight", "is not one of this base"),
+        ("base_model.model.model.layers.-1.self_attn.q_proj.lora_A.weight", "is not one of this base"),
+        ("base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight", "is not one of this base"),
+        ("base_model.model.model.layers.0.feed_forward.gate_proj.lora_A.weight", "is not one of this base"),
+        (f"{_STEM}.lora_magnitude_vector.weight", "DoRA"),
+        (f"{_STEM}.lora_magnitude_vector", "DoRA"),
+        (f"{_STEM}.lora_B.bias", "bias inside LoRA layers"),
+        (f"{_STEM}.bias", "trained bias"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "LoRA on the token embedding"),
+        ("base_model.model.lm_head.lora_A.weight", "LoRA on lm_head"),
+        ("base_model.model.lm_head.weight", "modules_to_save"),
+        ("base_model.model.model.embed_tokens.weight", "modules_to_save"),
+        ("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", "trainable_token_indices"),
+        (f"{_STEM}.lora_E", "AdaLoRA"),
+        (f"{_STEM}.ia3_l", "IA3"),
+        ("base_model.vera_A", "VeRA"),
+        (f"{_STEM}.hada_w1_a", "LoHa"),
+        ("prompt_embeddings", "prompt tuning"),
+    ],
+)
+def test_other_names_are_refused_and_the_feature_is_named(name: str, fault: str) -> None:
+    found = KEYS.parse(name)
+    assert isinstance(found, str)
+    assert fault in found
