@@ -21,7 +21,7 @@ MACHINE_PATHS = re.compile(
         (
             "/ro" + "ot/",
             "/wo" + "rk/",
-            r"/ho" + r"me/(?!you\b|user\b|veneer\b|nonroot\b)\w+",
+            r"/ho" + r"me/(?!you\b|someone\b|user\b|veneer\b|nonroot\b)\w+",
             "/opt/" + "wheels",
             "/opt/" + "pypi",
         )
