@@ -82,7 +82,7 @@ class DeviceAdapters:
 
     def stage(self, version: str, path: str) -> None:
         """Hears that a version's image lies at a path; it is opened beside the step loop."""
-        self._asked.discard(version)
+        self._asked.add(version)
         self._work.put((version, Path(path)))
 
     def unstage(self, version: str, *, drop_device: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import sys
@@ -38,6 +39,7 @@ from dataplane.engine.messages import (
 from veneer import errors
 from veneer.errors import UnavailableError, VeneerError
 
+_log = logging.getLogger(__name__)
 _LINE_LIMIT = 64 << 20
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _STATUSES: dict[str, type[VeneerError]] = {
@@ -369,13 +371,15 @@ class _ThreadLink:
             await asyncio.to_thread(self._thread.join)
 
     def _run(self, config: EngineConfig) -> None:
-        from dataplane.engine.engine import Engine  # noqa: PLC0415 - torch only where an engine runs
+        from dataplane.engine.engine import Engine
 
         try:
             self._engine = Engine(config, lambda events: self._post(self._client.receive, tuple(events)))
             self._engine.run()
         except VeneerError as error:
             self._post(self._client.receive, (Failed("", error.status, error.message),))
+        except Exception:
+            _log.exception("the engine failed")
         finally:
             self._post(self._client.died)
 
@@ -386,7 +390,8 @@ class _ThreadLink:
 
 def _child_environment() -> dict[str, str]:
     """The environment of this process, with huge pages asked of malloc (a third of the step time on the CPU, 64 rows of SmolLM2)
-    and with the folder that this package came from on the import path."""
+    and with the folder that this package came from on the import path.
+    """
     environment = dict(os.environ)
     tunables = environment.get("GLIBC_TUNABLES")
     if tunables is None or "glibc.malloc.hugetlb" not in tunables:

@@ -21,7 +21,7 @@ class FairQueue:
     """Waiting sequences. A tenant's virtual time grows by served tokens over its weight; the least goes first.
 
     A tenant that comes back after a pause starts at the queue's clock (the time of what was admitted last), so that idling banks no
-    credit. Owned by the scheduler.
+    credit. Of many idle tenants the half that owes least is forgotten. Owned by the scheduler.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class FairQueue:
         if not tenant.queue and tenant.time <= self._clock:
             del self._tenants[name]
         if len(self._tenants) > self._prune_above:
-            idle = [name for name, tenant in self._tenants.items() if not tenant.queue and tenant.time <= self._clock]
-            for name in idle:
-                del self._tenants[name]
+            idle = sorted((tenant.time, name) for name, tenant in self._tenants.items() if not tenant.queue)
+            for _, forgiven in idle[: (len(idle) + 1) // 2]:
+                del self._tenants[forgiven]
             self._prune_above = max(_PRUNE_ABOVE, 2 * len(self._tenants))

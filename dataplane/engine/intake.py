@@ -24,7 +24,7 @@ def check_submit(submit: Submit, *, vocab_size: int, max_context: int) -> None:
     require(1 <= num_prompt < max_context, "prompt", f"1 to {max_context - 1} tokens (context of {max_context})", num_prompt)
     if submit.prompt:
         least, largest = min(submit.prompt), max(submit.prompt)
-        require(0 <= least and largest < vocab_size, "prompt", f"ids in [0, {vocab_size})", (least, largest))
+        require(least >= 0 and largest < vocab_size, "prompt", f"ids in [0, {vocab_size})", (least, largest))
     sampling = submit.sampling
     require(sampling.max_tokens >= 1, "sampling.max_tokens", "at least 1", sampling.max_tokens)
     require(

@@ -39,7 +39,7 @@ def serve(channel: socket.socket) -> int:
     reader = channel.makefile("rb")
     try:
         config = EngineConfig.from_json(reader.readline())
-        from dataplane.engine.engine import Engine  # noqa: PLC0415 - torch loads after the parent knows that we live
+        from dataplane.engine.engine import Engine
 
         engine = Engine(config, writer.emit)
     except Exception as error:  # noqa: BLE001 - whatever stops the start is told to the parent

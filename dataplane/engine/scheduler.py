@@ -6,7 +6,8 @@ import bisect
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 

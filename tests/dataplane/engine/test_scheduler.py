@@ -1,0 +1,423 @@
+"""Scheduling in integers: no model, no torch, a fake device."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane.engine.kv_cache import PagePool
+from dataplane.engine.messages import Delta, Failed, Sampling, Submit
+from dataplane.engine.plan import Outcome, Plan
+from dataplane.engine.scheduler import Limits, Scheduler
+from dataplane.lora.residency import Lease
+from kernels.rows import aligned_rank
+from veneer.errors import InvalidArgumentError, ResourceExhaustedError
+
+
+class FakeAdapters:
+    """`slots` adapters fit; a version is on the device when the test put it there. Rank = the number in its name."""
+
+    def __init__(self, resident: set[str] | None = None) -> None:
+        self.resident = set() if resident is None else resident
+        self.starved: set[str] = set()
+        self.leases: dict[int, str] = {}
+        self.withdrawn: list[str] = []
+        self._next = 0
+
+    def acquire(self, version: str) -> Lease | None:
+        if version not in self.resident:
+            return None
+        self._next += 1
+        self.leases[self._next] = version
+        return Lease(self._next, version, sorted(self.resident).index(version), int(version.split("r")[1]), 1)
+
+    def release(self, lease: Lease) -> None:
+        del self.leases[lease.lease_id]
+
+    def withdraw(self, version: str) -> None:
+        self.withdrawn.append(version)
+
+    def is_starved(self, version: str) -> bool:
+        return version in self.starved
+
+
+class Device:
+    """Runs plans on integers: the KV "cache" holds the tokens themselves, and the next token is a hash of all of them.
+
+    It checks what a step may rely on: pages are its own, positions are filled in order, nothing is read before it is written.
+    """
+
+    def __init__(self, page_size: int, *, stop_every: int = 0) -> None:
+        self.page_size = page_size
+        self.pages: dict[int, list[int | None]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.last: dict[int, int] = {}
+        self.stop_every = stop_every
+
+    def run(self, plan: Plan) -> list[int | None]:
+        out: list[int | None] = []
+        for rows in plan.rows:
+            table = self.tables.setdefault(rows.seat, [])
+            del table[rows.num_pages_before :]
+            table += rows.new_pages
+            for page in rows.new_pages:
+                self.pages[page] = [None] * self.page_size
+            ids = list(rows.ids)
+            if len(ids) < rows.count:
+                ids.append(self.last[rows.seat])
+            for position, token in enumerate(ids, rows.start):
+                self.pages[table[position // self.page_size]][position % self.page_size] = token
+            if rows.sampling is not None:
+                end = rows.start + rows.count
+                seen = [self.pages[table[i // self.page_size]][i % self.page_size] for i in range(end)]
+                assert None not in seen, "every earlier position was written"
+                token = next_token([token for token in seen if token is not None])
+                self.last[rows.seat] = token
+                out.append(token)
+        owners = [page for seat in {rows.seat for rows in plan.rows} for page in self.tables[seat]]
+        assert len(owners) == len(set(owners)), "a page has one owner"
+        assert 0 not in owners, "page 0 is nobody's"
+        return out
+
+
+def next_token(tokens: list[int]) -> int:
+    return (hash(tuple(tokens)) >> 3) % 50
+
+
+def expected(prompt: tuple[int, ...], count: int, stops: tuple[int, ...]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stops:
+            break
+    return tokens[len(prompt) :]
+
+
+def limits(**changes: Any) -> Limits:
+    values: dict[str, Any] = {
+        "max_sequences": 4, "max_step_tokens": 16, "max_step_rank_rows": 64, "max_context": 32, "max_waiting": 100,
+    }  # fmt: skip
+    return Limits(**(values | changes))
+
+
+def submit(name: str, prompt: int | tuple[int, ...] = 4, **fields: Any) -> Submit:
+    tokens = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
+    sampling = Sampling(max_tokens=fields.pop("max_tokens", 4), stop_token_ids=fields.pop("stops", ()), temperature=0.0)
+    return Submit(request_id=name, tenant=fields.pop("tenant", "t"), prompt=tokens, sampling=sampling, **fields)
+
+
+def make(num_pages: int = 32, page_size: int = 4, adapters: FakeAdapters | None = None, **changes: Any) -> Scheduler:
+    return Scheduler(limits(**changes), PagePool(num_pages, page_size), adapters or FakeAdapters())
+
+
+class Loop:
+    """Drives a scheduler, committing each plan `lag` steps late, and collects what requests see."""
+
+    def __init__(self, scheduler: Scheduler, *, page_size: int = 4, lag: int = 0) -> None:
+        self.scheduler = scheduler
+        self.device = Device(page_size)
+        self.lag = lag
+        self.uncommitted: deque[tuple[Plan, list[int | None]]] = deque()
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+        self.plans: list[Plan] = []
+
+    def turn(self) -> bool:
+        plan = self.scheduler.schedule()
+        ran = plan is not None and bool(plan.rows)
+        if plan is not None and plan.rows:
+            self.plans.append(plan)
+            self.uncommitted.append((plan, self.device.run(plan)))
+        if self.uncommitted and (len(self.uncommitted) > self.lag or not ran):
+            self.take(self.scheduler.commit(*self.uncommitted.popleft()))
+            ran = True
+        return ran
+
+    def take(self, outcome: Outcome) -> None:
+        for delta in outcome.deltas:
+            output = self.outputs.setdefault(delta.request_id, [])
+            assert delta.request_id not in self.finished
+            assert delta.index == len(output)
+            output += delta.ids
+            if delta.finish:
+                self.finished[delta.request_id] = delta.finish
+        for failed in outcome.failed:
+            self.failed[failed.request_id] = failed.status
+
+    def run(self, max_turns: int = 2000) -> None:
+        for _ in range(max_turns):
+            if not self.turn():
+                return
+        raise AssertionError("it does not come to an end")
+
+
+def assert_idle(scheduler: Scheduler, adapters: FakeAdapters | None = None) -> None:
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_pages_used) == (0, 0, 0)
+    assert scheduler.request_ids == ()
+    assert scheduler._active == {} and scheduler._active_rows == 0 and scheduler._awaited == {}
+    assert sorted(scheduler._seats) == list(range(scheduler._limits.max_sequences))
+    if adapters is not None:
+        assert adapters.leases == {}
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(1, 20),  # prompt
+        st.integers(1, 14),  # max_tokens
+        st.sampled_from(["a", "b", "c"]),  # tenant
+        st.sampled_from([None, "v1r3", "v2r16", "v3r40", "v4r1"]),
+        st.booleans(),  # may stop
+        st.integers(0, 12),  # submitted before this turn
+        st.one_of(st.none(), st.integers(0, 20)),  # aborted before this turn
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    requests=REQUESTS,
+    num_pages=st.integers(8, 24),
+    step_tokens=st.integers(4, 24),
+    lag=st.integers(0, 1),
+)
+def test_every_request_gets_its_own_tokens_and_everything_comes_back(
+    requests: list[Any], num_pages: int, step_tokens: int, lag: int
+) -> None:
+    adapters = FakeAdapters({"v1r3", "v2r16", "v3r40", "v4r1"})
+    scheduler = make(num_pages, adapters=adapters, max_step_tokens=step_tokens)
+    loop = Loop(scheduler, lag=lag)
+    wanted = {}
+    aborted = set()
+    for turn in range(400):
+        for i, (prompt, count, tenant, version, stops, at, abort_at) in enumerate(requests):
+            name = str(i)
+            if at == turn:
+                tokens = tuple((i * 5 + j) % 50 for j in range(prompt))
+                stop_ids = (3, 11, 17, 29, 41) if stops else ()
+                scheduler.add(submit(name, tokens, max_tokens=count, tenant=tenant, version=version, stops=stop_ids), 0.0)
+                wanted[name] = expected(tokens, min(count, 32 - prompt), stop_ids)
+            if abort_at == turn and at <= turn and name in scheduler.request_ids:
+                scheduler.abort(name)
+                aborted.add(name)
+        if not loop.turn() and turn > 20:
+            break
+        slots = {rows.slot: 0 for rows in loop.plans[-1].rows if rows.slot >= 0} if loop.plans else {}
+        rank_rows = sum(aligned_rank(int(sorted(adapters.resident)[slot].split("r")[1])) for slot in slots)
+        assert rank_rows <= 64
+        assert not loop.plans or loop.plans[-1].num_tokens <= step_tokens
+    for name, tokens in wanted.items():
+        if name in aborted:
+            output = loop.outputs.get(name, [])
+            assert output == tokens[: len(output)]
+        else:
+            assert loop.outputs[name] == tokens
+            assert loop.finished[name] in ("stop", "length")
+    assert_idle(scheduler, adapters)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_preemption_takes_the_newest_and_never_the_oldest(lag: int) -> None:
+    scheduler = make(num_pages=8, max_sequences=3)
+    loop = Loop(scheduler, lag=lag)
+    for name in "abc":
+        scheduler.add(submit(name, (ord(name), 1, 2, 3), max_tokens=20), 0.0)
+    loop.run()
+    assert list(loop.finished) == ["a", "b", "c"]
+    starts = [(rows.ids[0], rows.start) for plan in loop.plans for rows in plan.rows if rows.count > 1]
+    assert sum(first == ord("a") for first, _ in starts) == 1
+    assert sum(first == ord("c") for first, _ in starts) > 1, "the newest was recomputed"
+    assert all(loop.outputs[name] == expected((ord(name), 1, 2, 3), 20, ()) for name in "abc")
+    assert_idle(scheduler)
+
+
+def test_a_late_commit_plans_on_the_token_that_is_only_on_the_device_and_drops_the_surplus() -> None:
+    scheduler = make()
+    stop = expected((1, 2, 3, 4), 2, ())[1]
+    scheduler.add(submit("a", max_tokens=10, stops=(stop,)), 0.0)
+    loop = Loop(scheduler, lag=1)
+    loop.run()
+    late = [rows for plan in loop.plans for rows in plan.rows if len(rows.ids) < rows.count]
+    assert len(late) == 2, "the second token, and the surplus one"
+    assert loop.outputs["a"] == expected((1, 2, 3, 4), 2, ())
+    assert loop.finished == {"a": "stop"}
+    assert_idle(scheduler)
+
+
+def test_prefill_chunks_and_decode_rows_share_steps_within_the_token_budget() -> None:
+    scheduler = make(max_step_tokens=5, max_sequences=4)
+    loop = Loop(scheduler)
+    scheduler.add(submit("a", 3, max_tokens=12), 0.0)
+    scheduler.add(submit("b", 20, max_tokens=2), 0.0)
+    loop.run()
+    mixed = [plan for plan in loop.plans if {rows.count == 1 for rows in plan.rows} == {True, False}]
+    assert mixed
+    assert all(plan.num_tokens <= 5 for plan in loop.plans)
+    assert all(rows.count == 1 for plan in mixed for rows in plan.rows[:1])
+
+
+def test_rows_are_ordered_single_rows_first_then_by_slot() -> None:
+    adapters = FakeAdapters({"v1r3", "v2r3"})
+    scheduler = make(adapters=adapters)
+    loop = Loop(scheduler)
+    for i, version in enumerate(["v2r3", None, "v1r3", None]):
+        scheduler.add(submit(str(i), version=version), 0.0)
+    loop.run()
+    for plan in loop.plans:
+        keys = [(rows.count > 1, rows.slot) for rows in plan.rows]
+        assert keys == sorted(keys)
+
+
+def test_requests_behind_a_missing_adapter_go_on_and_it_is_reported() -> None:
+    adapters = FakeAdapters({"v1r3"})
+    scheduler = make(adapters=adapters)
+    loop = Loop(scheduler)
+    scheduler.add(submit("cold", version="v9r3"), 0.0)
+    scheduler.add(submit("base"), 0.0)
+    scheduler.add(submit("warm", version="v1r3"), 0.0)
+    loop.turn()
+    assert loop.plans[0].missed == {"v9r3"}
+    assert scheduler.num_running == 2
+    loop.run()
+    assert set(loop.finished) == {"base", "warm"}
+    adapters.resident.add("v9r3")
+    loop.run()
+    assert loop.finished["cold"] == "length"
+
+
+def test_a_request_that_lacks_a_slot_is_passed_only_so_often() -> None:
+    adapters = FakeAdapters({"v1r3"})
+    adapters.starved.add("v9r3")
+    scheduler = make(adapters=adapters, max_sequences=2, max_passes=3)
+    loop = Loop(scheduler)
+    scheduler.add(submit("cold", version="v9r3"), 0.0)
+    for i in range(20):
+        scheduler.add(submit(f"warm{i}", version="v1r3"), 0.0)
+    scheduler.add(submit("base", tenant="u"), 0.0)
+    for _ in range(40):
+        loop.turn()
+    assert adapters.leases == {}, "the slots drained, so that a load can have one"
+    assert 0 < sum(name.startswith("warm") for name in loop.finished) < 12
+    assert "base" in loop.finished, "rows without adapter take no slot"
+    adapters.starved.clear()
+    adapters.resident.add("v9r3")
+    loop.run()
+    assert len(loop.finished) == 22
+
+
+def test_a_long_prompt_that_lacks_pages_is_passed_only_so_often() -> None:
+    scheduler = make(num_pages=8, max_passes=2, max_sequences=3)
+    loop = Loop(scheduler)
+    scheduler.add(submit("a", 4, max_tokens=8), 0.0)
+    loop.turn()
+    scheduler.add(submit("long", 27, max_tokens=1), 0.0)
+    for i in range(30):
+        scheduler.add(submit(f"s{i}", 2, max_tokens=2), 0.0)
+    loop.run()
+    assert list(loop.finished).index("long") < 15
+
+
+def test_rank_rows_of_running_adapters_stay_within_the_limit() -> None:
+    adapters = FakeAdapters({"v1r40", "v2r16", "v3r17"})
+    scheduler = make(adapters=adapters, max_step_rank_rows=64)
+    loop = Loop(scheduler)
+    for i, version in enumerate(["v1r40", "v3r17", "v2r16", "v1r40"]):
+        scheduler.add(submit(str(i), version=version), 0.0)
+    loop.turn()
+    assert sorted(adapters.leases.values()) == ["v1r40", "v1r40", "v2r16"]
+    loop.run()
+    assert len(loop.finished) == 4
+
+
+def test_an_expired_request_fails_and_is_never_prefilled() -> None:
+    scheduler = make(max_sequences=1)
+    loop = Loop(scheduler)
+    scheduler.add(submit("runs", deadline_s=5.0, max_tokens=10), 0.0)
+    scheduler.add(submit("waits", deadline_s=1.0), 0.0)
+    loop.turn()
+    assert scheduler.next_deadline == 1.0
+    assert [(failed.request_id, failed.status) for failed in scheduler.expire(1.0)] == [("waits", "DEADLINE_EXCEEDED")]
+    loop.turn()
+    assert [failed.request_id for failed in scheduler.expire(5.5)] == ["runs"]
+    loop.run()
+    assert_idle(scheduler)
+    assert "waits" not in loop.outputs
+
+
+def test_a_full_queue_refuses_and_bad_lengths_are_the_callers_fault() -> None:
+    scheduler = make(max_waiting=1)
+    scheduler.add(submit("a"), 0.0)
+    with pytest.raises(ResourceExhaustedError):
+        scheduler.add(submit("b"), 0.0)
+    scheduler.abort("a")
+    for bad in (submit("c", 32), submit("c", ()), submit("c", max_tokens=0)):
+        with pytest.raises(InvalidArgumentError):
+            scheduler.add(bad, 0.0)
+    scheduler.add(submit("c", 31, max_tokens=9), 0.0)
+    loop = Loop(scheduler)
+    loop.run()
+    assert len(loop.outputs["c"]) == 1, "the context leaves room for one"
+    assert_idle(scheduler)
+
+
+def test_values_that_are_not_finite_end_one_request_only() -> None:
+    scheduler = make()
+    scheduler.add(submit("bad", (1,)), 0.0)
+    scheduler.add(submit("good", (2,)), 0.0)
+    plan = scheduler.schedule()
+    assert plan is not None
+    outcome = scheduler.commit(plan, [None if rows.ids == (1,) else 7 for rows in plan.rows])
+    assert [failed.status for failed in outcome.failed] == ["INTERNAL"]
+    assert [item.request_id for item in outcome.not_finite] == ["bad"]
+    assert outcome.deltas == (Delta("good", 0, (7,), None, 1),)
+    assert scheduler.request_ids == ("good",)
+
+
+def test_failing_a_version_ends_its_waiting_requests_only() -> None:
+    adapters = FakeAdapters({"v1r3"})
+    scheduler = make(adapters=adapters)
+    loop = Loop(scheduler)
+    scheduler.add(submit("runs", version="v1r3", max_tokens=9), 0.0)
+    loop.turn()
+    adapters.resident.clear()
+    scheduler.add(submit("waits", version="v1r3"), 0.0)
+    scheduler.add(submit("other", version="v2r3"), 0.0)
+    failed = scheduler.fail_waiting("v1r3", status="UNAVAILABLE", message="no image")
+    assert failed == [Failed("waits", "UNAVAILABLE", "no image")]
+    assert scheduler.request_ids == ("runs", "other")
+    scheduler.abort("other")
+    assert adapters.withdrawn == ["v1r3", "v2r3"]
+
+
+def test_a_flooding_tenant_leaves_the_others_their_share() -> None:
+    scheduler = make(max_sequences=2, num_pages=64)
+    loop = Loop(scheduler)
+    for i in range(30):
+        scheduler.add(submit(f"flood{i}", 8, max_tokens=8, tenant="x"), 0.0)
+    for i in range(5):
+        scheduler.add(submit(f"small{i}", 8, max_tokens=8, tenant="y"), 0.0)
+    loop.run()
+    done = list(loop.finished)
+    assert max(done.index(f"small{i}") for i in range(5)) < 14
+
+
+@pytest.mark.parametrize("stage", ["waiting", "prefill", "decode", "in flight", "last"])
+def test_an_abort_gives_everything_back_within_one_step(stage: str) -> None:
+    adapters = FakeAdapters({"v1r3"})
+    scheduler = make(adapters=adapters, max_step_tokens=4)
+    loop = Loop(scheduler, lag=int(stage == "in flight"))
+    turns: dict[str, int] = {"waiting": 0, "prefill": 1, "decode": 6, "in flight": 6, "last": 8}
+    scheduler.add(submit("a", 16, version="v1r3", max_tokens=5), 0.0)
+    for _ in range(turns[stage]):
+        loop.turn()
+    assert scheduler.abort("a") or stage == "last"
+    loop.turn()
+    loop.turn()
+    assert_idle(scheduler, adapters)
+    assert not scheduler.abort("a")
