@@ -1,0 +1,158 @@
+"""Stand-ins for parts of the data plane, and records to test with."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from dataplane.catalog_client import Blob, Grant
+from dataplane.engine.messages import Delta, FinishReason, Submit
+from dataplane.metrics import Metrics
+from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution
+from veneer.artifact import version_digest
+from veneer.errors import NotFoundError, VeneerError
+
+BASE = "b" * 64
+VERSION = "a" * 64
+OTHER = "c" * 64
+
+
+def make_metrics() -> Metrics:
+    """Metrics in a registry of their own."""
+    return Metrics(CollectorRegistry(), base_name="tiny")
+
+
+def caller(*, tenant: str = "acme", fallback_allowed: bool = True, expire_unix_s: float | None = None) -> Caller:
+    """A caller as the control plane tells of it."""
+    return Caller(tenant, "key-1", fallback_allowed, 1, b"s" * 32, expire_unix_s)
+
+
+def resolution(*weights: int, state: str = "READY", generation: int = 1, alias: str = "stable") -> Resolution:
+    """A resolution with an arm for each weight; none is the base."""
+    versions = (VERSION, OTHER, "d" * 64, "e" * 64)
+    arms = tuple(Arm(versions[place], place + 1, weight, 8, 1000, state) for place, weight in enumerate(weights))
+    if not arms:
+        return Resolution("", "", "", 0, (), b"")
+    return Resolution("acme", "bot", alias, generation, arms, b"salt" if len(arms) > 1 else b"")
+
+
+def answer(outcome: Resolution | Refusal, *, fallback_allowed: bool = True) -> Answer:
+    """An answer for the usual caller."""
+    return Answer(caller(fallback_allowed=fallback_allowed), outcome)
+
+
+def delta(*ids: int, index: int = 0, finish: FinishReason | None = None) -> Delta:
+    """Tokens of some request."""
+    return Delta("r", index, ids, finish, 3)
+
+
+class ScriptedEngine:
+    """An engine whose requests do what the test says.
+
+    Attributes:
+        submits: What was submitted.
+        aborted: Identifiers of requests whose iterator was closed before the end.
+        calls: What was told about images, in order.
+        script: What each request yields; errors are raised. When it is over without a finish, the request hangs.
+        gates: Event that a request of this version (None is the base) waits for first.
+    """
+
+    def __init__(self, script: Iterable[Delta | VeneerError] = ()) -> None:
+        self.script: Sequence[Delta | VeneerError] = tuple(script)
+        self.submits: list[Submit] = []
+        self.aborted: list[str] = []
+        self.calls: list[tuple[str, ...]] = []
+        self.gates: dict[str | None, asyncio.Event] = {}
+        self.taken = asyncio.Condition()
+        self.num_taken = 0
+
+    async def submit(self, submit: Submit, /) -> AsyncIterator[Delta]:
+        self.submits.append(submit)
+        ended = False
+        try:
+            if (gate := self.gates.get(submit.version)) is not None:
+                await gate.wait()
+            for item in self.script:
+                if isinstance(item, VeneerError):
+                    ended = True
+                    raise item
+                ended = item.finish is not None
+                self.num_taken += 1
+                yield item
+                async with self.taken:
+                    self.taken.notify_all()
+            if not ended:
+                await asyncio.Event().wait()
+        finally:
+            if not ended:
+                self.aborted.append(submit.request_id)
+
+    async def until_taken(self, count: int) -> None:
+        """Waits until so many deltas were read, all requests together."""
+        async with self.taken:
+            await self.taken.wait_for(lambda: self.num_taken >= count)
+
+    def stage(self, version: str, path: str, /) -> None:
+        self.calls.append(("stage", version, path))
+
+    def unstage(self, version: str, /, *, drop_device: bool = False) -> None:
+        self.calls.append(("unstage", version, "drop" if drop_device else ""))
+
+    def fail(self, version: str, status: str, message: str, /) -> None:
+        self.calls.append(("fail", version, status))
+
+
+class FolderSource:
+    """A store that holds one PEFT folder as a version, and can be told to lie.
+
+    Attributes:
+        version: Digest of the version.
+        faults: What to do with the file in each of the next transfers: called with name and bytes, returns what is sent.
+            An error is raised after the first half.
+        offsets: Offset of every transfer that was asked for.
+        reported: Versions reported as corrupt.
+    """
+
+    def __init__(self, folder: Path, *, base_digest: str, owner: str = "acme", part_bytes: int = 1000) -> None:
+        self.files = {name: (folder / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in self.files.items()}
+        self.version = version_digest(owner, base_digest, digests)
+        blobs = tuple(Blob(name, digests[name], len(data), "") for name, data in self.files.items())
+        self.grant = Grant("grant", blobs, base_digest, owner)
+        self.faults: list[object] = []
+        self.offsets: list[int] = []
+        self.reported: list[str] = []
+        self.num_grants = 0
+        self.num_running = self.max_running = 0
+        self._part_bytes = part_bytes
+
+    async def grant_blobs(self, version: str) -> Grant:
+        self.num_grants += 1
+        if version != self.version:
+            raise NotFoundError("no such adapter, alias or version")
+        return self.grant
+
+    async def read_blob(self, grant: Grant, blob: Blob, *, offset: int, idle_s: float) -> AsyncIterator[bytes]:
+        self.offsets.append(offset)
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        try:
+            data = self.files[blob.name]
+            fault = self.faults.pop(0) if self.faults else None
+            if callable(fault):
+                data = fault(data)
+            parts = [data[place : place + self._part_bytes] for place in range(offset, len(data), self._part_bytes)]
+            for place, part in enumerate(parts):
+                if isinstance(fault, VeneerError) and place >= len(parts) // 2:
+                    raise fault
+                await asyncio.sleep(0)
+                yield part
+        finally:
+            self.num_running -= 1
+
+    async def report_corrupt(self, version: str) -> None:
+        self.reported.append(version)
