@@ -42,7 +42,8 @@ class _Packed:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+        return y
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,8 @@ class Bare:
             gate, up = project("gate_up", F.rms_norm(x, (self._hidden,), layer["post_attention"], self._eps)).chunk(2, -1)  # type: ignore[arg-type]
             x = x + project("down", F.silu(gate) * up)
         last = F.rms_norm(x.view(rows, length, -1)[:, -1], (self._hidden,), self._norm, self._eps)
-        return self._head(last).max(-1).indices
+        best: Tensor = self._head(last).max(-1).indices
+        return best
 
     def _attend(self, qkv: Tensor, position: int, cos: Tensor, sin: Tensor, cache: Tensor) -> Tensor:
         rows, length = qkv.shape[:2]
