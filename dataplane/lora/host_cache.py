@@ -86,7 +86,9 @@ class HostCache:
 
         Raises:
             HostCacheFullError: There is no such room; nothing was deleted.
+            InvalidArgumentError: The version is no digest.
         """
+        self.path(version)
         with self._lock:
             self._reserved.pop(version, None)
             evicted = self._make_room(size_bytes)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from dataplane.lora.host_cache import HostCache, HostCacheFullError
+from veneer.errors import InvalidArgumentError
+
+
+def put(cache, version, size):
+    evicted = cache.reserve(version, size_bytes=size)
+    cache.path(version).write_bytes(b"x" * size)
+    return evicted + cache.add(version, size_bytes=size)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return HostCache(tmp_path / "images", max_bytes=100)
+
+
+def test_the_least_recently_used_file_makes_room(cache):
+    put(cache, "a", 40)
+    put(cache, "b", 40)
+    assert cache.find("a") == cache.path("a")
+    assert put(cache, "c", 40) == ("b",)
+    assert cache.versions() == ("a", "c")
+    assert cache.find("b") is None
+    assert not cache.path("b").exists()
+    assert cache.num_bytes == 80
+    assert (cache.counters.hits, cache.counters.misses, cache.counters.evictions) == (1, 1, 1)
+
+
+def test_a_held_file_never_makes_room(cache):
+    put(cache, "a", 60)
+    cache.hold("a")
+    cache.hold("a")
+    cache.let_go("a")
+    with pytest.raises(HostCacheFullError):
+        cache.reserve("b", size_bytes=50)
+    assert cache.path("a").exists()
+    cache.let_go("a")
+    assert put(cache, "b", 50) == ("a",)
+
+
+def test_reservations_count_until_they_end(cache):
+    cache.reserve("a", size_bytes=70)
+    with pytest.raises(HostCacheFullError):
+        cache.reserve("b", size_bytes=40)
+    cache.reserve("a", size_bytes=60)
+    cache.reserve("b", size_bytes=40)
+    cache.cancel("a")
+    assert cache.num_bytes == 40
+
+
+def test_an_image_larger_than_the_budget_is_refused_and_nothing_is_deleted(cache):
+    put(cache, "a", 40)
+    with pytest.raises(HostCacheFullError):
+        cache.reserve("b", size_bytes=101)
+    assert cache.versions() == ("a",)
+    assert cache.path("a").exists()
+
+
+def test_a_file_larger_than_reserved_makes_others_go(cache):
+    put(cache, "a", 50)
+    cache.reserve("b", size_bytes=10)
+    cache.path("b").write_bytes(b"x" * 90)
+    assert cache.add("b", size_bytes=90) == ("a",)
+    assert cache.versions() == ("b",)
+
+
+def test_files_of_an_earlier_process_are_known_oldest_first_and_unfinished_ones_deleted(tmp_path):
+    for age, name in enumerate(["b.image", "a.image", ".c.image.123.tmp"]):
+        (tmp_path / name).write_bytes(b"x" * 30)
+        os.utime(tmp_path / name, (1000 + age, 1000 + age))
+    cache = HostCache(tmp_path, max_bytes=100)
+    assert cache.versions() == ("b", "a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.image", "b.image"]
+    assert HostCache(tmp_path, max_bytes=40).versions() == ("a",)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.image"]
+
+
+def test_a_removed_file_is_gone_even_when_held(cache):
+    put(cache, "a", 10)
+    cache.hold("a")
+    assert cache.remove("a")
+    assert not cache.remove("a")
+    assert not cache.path("a").exists()
+    assert cache.num_bytes == 0
+
+
+@pytest.mark.parametrize("version", ["", "../a", "/etc/passwd", "a/b", "A", "a.b", "a" * 200, "a\0"])
+def test_a_version_that_is_no_digest_never_becomes_a_path(cache, version):
+    with pytest.raises(InvalidArgumentError):
+        cache.path(version)
+    with pytest.raises(InvalidArgumentError):
+        cache.reserve(version, size_bytes=1)

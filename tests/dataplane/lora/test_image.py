@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.lora.image import CorruptImageError, ImageError, ImagePair, build_image, open_image, write_image
+
+FIELDS = {"version": "v1", "base_digest": "b1", "num_layers": 3, "num_slices": 2}
+
+
+def pair(layer=0, index=0, rank=3, *, scaling=0.5, k=7, n=5, seed=0):
+    rng = np.random.default_rng(seed)
+    a = rng.standard_normal((rank, k)).astype(np.float32)
+    return ImagePair(layer, index, scaling, a, rng.standard_normal((n, rank)).astype(np.float32))
+
+
+def build(pairs, *, dtype="float32", **fields):
+    return build_image(pairs, dtype=dtype, **{**FIELDS, **fields})
+
+
+def matrix(image, offset, shape, dtype):
+    return np.frombuffer(image.payload.tobytes(), dtype, count=shape[0] * shape[1], offset=offset).reshape(shape)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "v1.image"
+    write_image(path, build([pair(2, 1, 5), pair(0, 0, 3, scaling=-2.0)]))
+    return path
+
+
+def test_every_pair_that_goes_in_comes_out_with_b_transposed(tmp_path):
+    pairs = [pair(2, 1, 5, seed=1), pair(0, 0, 1, seed=2, scaling=1 / 3), pair(0, 1, 64, seed=3, k=9), pair(1, 0, 8, seed=4)]
+    built = build(pairs)
+    write_image(tmp_path / "image", built)
+    image = open_image(tmp_path / "image", version="v1", base_digest="b1", dtype="float32")
+    assert [(block.layer, block.slice) for block in image.blocks] == [(0, 0), (0, 1), (1, 0), (2, 1)]
+    for source in pairs:
+        (block,) = (block for block in image.blocks if (block.layer, block.slice) == (source.layer, source.slice))
+        assert block.rank == source.a.shape[0]
+        assert block.scale == float(np.float32(source.scaling))
+        assert (block.in_features, block.out_features) == (source.a.shape[1], source.b.shape[0])
+        assert np.array_equal(matrix(image, block.a_offset, source.a.shape, np.float32), source.a)
+        assert np.array_equal(matrix(image, block.b_offset, source.b.T.shape, np.float32), source.b.T)
+        assert block.a_offset % 128 == block.b_offset % 128 == 0
+    assert image.rank == 64
+    assert sum(image.block_bytes) == image.num_bytes
+    assert image.payload.tobytes() == built.payload.tobytes()
+    assert not image.payload.flags.writeable
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=64))
+def test_bfloat16_is_rounded_as_torch_rounds_it(values):
+    a = np.array([values], dtype=np.float32)
+    expected = torch.from_numpy(a).to(torch.bfloat16)
+    one = ImagePair(0, 0, 1.0, a, np.ones((1, 1), np.float32))
+    if not torch.isfinite(expected).all():
+        with pytest.raises(ImageError, match="not finite"):
+            build([one], dtype="bfloat16")
+        return
+    image = build([one], dtype="bfloat16")
+    assert np.array_equal(matrix(image, 0, a.shape, np.int16), expected.view(torch.int16).numpy())
+
+
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    [(0x3F808000, 0x3F80), (0x3F818000, 0x3F82), (0x3F808001, 0x3F81), (0x00008000, 0x0000), (0x80018000, 0x8002)],
+)
+def test_bfloat16_ties_go_to_even(bits, expected):
+    a = np.array([[bits]], dtype=np.uint32).view(np.float32)
+    image = build([ImagePair(0, 0, 1.0, a, np.ones((1, 1), np.float32))], dtype="bfloat16")
+    assert matrix(image, 0, (1, 1), np.uint16)[0, 0] == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("float16", 1e5),
+        ("bfloat16", 3.4e38),
+        ("float32", np.inf),
+        ("bfloat16", -np.inf),
+        ("bfloat16", np.nan),
+        ("float16", np.nan),
+    ],
+)
+@pytest.mark.parametrize("matrix_name", ["A", "B"])
+def test_a_value_that_is_not_finite_after_the_cast_is_refused(dtype, value, matrix_name):
+    bad = pair(1, 1)
+    (bad.a if matrix_name == "A" else bad.b)[0, 0] = value
+    with pytest.raises(ImageError) as caught:
+        build([pair(), bad], dtype=dtype)
+    assert [violation.field for violation in caught.value.violations] == [f"layer 1, slice 1: {matrix_name}"]
+
+
+def test_a_nan_whose_payload_would_round_to_infinity_or_to_zero_is_refused():
+    for bits in (0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF):
+        a = np.array([[bits]], dtype=np.uint32).view(np.float32)
+        with pytest.raises(ImageError, match="not finite"):
+            build([ImagePair(0, 0, 1.0, a, np.ones((1, 1), np.float32))], dtype="bfloat16")
+
+
+def test_all_faults_are_listed_at_once():
+    wrong = ImagePair(0, 0, 1.0, np.ones((2, 7), np.float32), np.ones((5, 3), np.float32))
+    empty = ImagePair(1, 1, 1.0, np.ones((0, 7), np.float32), np.ones((5, 0), np.float32))
+    pairs = [pair(0, 1), pair(0, 1), pair(3, 0), pair(0, 2), pair(2, 0, scaling=np.inf), pair(2, 1, scaling=1e39), wrong, empty]
+    with pytest.raises(ImageError) as caught:
+        build(pairs)
+    assert len(caught.value.violations) == 7
+
+
+def test_an_adapter_without_pairs_is_refused():
+    with pytest.raises(ImageError, match="no pair"):
+        build([])
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(ImageError, match="float8"):
+        build([pair()], dtype="float8")
+
+
+def test_any_changed_byte_of_the_file_is_noticed_unless_it_pads(file):
+    good = bytearray(file.read_bytes())
+    (length,) = struct.unpack_from("<I", good, 8)
+    padding = range(44 + length, 4096)
+    for position in [*range(0, 44 + length, 7), *range(4096, len(good), 13), len(good) - 1]:
+        assert position not in padding
+        bad = good.copy()
+        bad[position] ^= 0x10
+        file.write_bytes(bad)
+        with pytest.raises(CorruptImageError):
+            open_image(file)
+    file.write_bytes(good)
+    open_image(file)
+
+
+def test_a_file_of_any_other_length_is_noticed(file):
+    good = file.read_bytes()
+    for length in [0, 1, 43, 44, 100, 4095, 4096, 4097, len(good) - 1]:
+        file.write_bytes(good[:length])
+        with pytest.raises(CorruptImageError):
+            open_image(file)
+    file.write_bytes(good + b"\0")
+    with pytest.raises(CorruptImageError):
+        open_image(file)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a_offset": 128},
+        {"rank": 6},
+        {"layer": 9},
+        {"slice": -1},
+        {"scale": float("inf")},
+        {"b_offset": -128},
+        {"size_bytes": 10**12},
+        {"rank": 0},
+        {"in_features": "7"},
+    ],
+)
+def test_a_block_that_lies_about_its_place_is_noticed_even_with_right_checksums(tmp_path, change):
+    image = build([pair(), pair(1, 1)])
+    blocks = (dataclasses.replace(image.blocks[0], **change), image.blocks[1])
+    write_image(tmp_path / "image", dataclasses.replace(image, blocks=blocks))
+    with pytest.raises(CorruptImageError):
+        open_image(tmp_path / "image")
+
+
+@pytest.mark.parametrize("expected", [{"version": "v2"}, {"base_digest": "b2"}, {"dtype": "bfloat16"}])
+def test_an_image_of_another_version_base_or_dtype_is_noticed(file, expected):
+    with pytest.raises(CorruptImageError, match=next(iter(expected))):
+        open_image(file, **expected)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(file, monkeypatch):
+    before = file.read_bytes()
+    monkeypatch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        write_image(file, build([pair(seed=9)]))
+    assert file.read_bytes() == before
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_an_open_image_outlives_its_file(file):
+    image = open_image(file)
+    before = image.payload.tobytes()
+    file.unlink()
+    assert image.payload.tobytes() == before
