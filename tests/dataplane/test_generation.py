@@ -1,0 +1,320 @@
+"""A request is bound once, answered once, and gives everything back however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.dataplane.doubles import BASE, OTHER, VERSION, ScriptedEngine, answer, delta, make_metrics, resolution
+from tests.dataplane.frontend.conftest import CHAT, train_byte_level
+
+from dataplane.fallback import FallbackMode, FallbackReason
+from dataplane.frontend.prompts import Prompts, TextPrompt, TokenPrompt
+from dataplane.generation import Choice, GenerationRequest, Generator, Part, Served, StreamLimits
+from dataplane.prefetcher import Claim
+from dataplane.resolution import Answer, Refusal, Target
+from dataplane.resolve_cache import Key, ResolveCache
+from veneer.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+    VeneerError,
+)
+
+REQUEST = GenerationRequest(key_digest=b"k" * 32, target=Target("bot"), prompt=TokenPrompt((5, 6)), request_id="mine")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    train_byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 0}))
+    return folder
+
+
+class Loader:
+    """A prefetcher whose loads end when the test says."""
+
+    def __init__(self) -> None:
+        self.claims: list[Claim] = []
+        self.held = 0
+        self.ready = True
+
+    def ensure(self, version: str) -> Claim:
+        self.held += 1
+        claim = Claim(self._let_go)
+        self.claims.append(claim)
+        if self.ready:
+            claim.loaded.set_result(None)
+        return claim
+
+    def _let_go(self) -> None:
+        self.held -= 1
+
+
+class Stage:
+    """A generator over a scripted engine, a scripted control plane and a scripted loader."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.says: Answer | VeneerError = answer(resolution(1))
+        self.engine = ScriptedEngine((delta(70), delta(71, 72, index=1, finish="length")))
+        self.loader = Loader()
+        self.prompts = Prompts(model_dir, max_context=64, vocab_size=500)
+        self.limits = StreamLimits(max_streams=3, max_streams_per_tenant=2, fallback_after_s=30)
+        self.generator = self.build()
+
+    def build(self) -> Generator:
+        return Generator(
+            resolver=ResolveCache(self._ask, soft_age_s=0),
+            prompts=self.prompts,
+            loader=self.loader,
+            engine=self.engine,
+            metrics=make_metrics(),
+            base_digest=BASE,
+            limits=self.limits,
+        )
+
+    async def _ask(self, key: Key) -> Answer:
+        if isinstance(self.says, VeneerError):
+            raise self.says
+        return self.says
+
+    async def run(self, request: GenerationRequest = REQUEST) -> list[Part]:
+        async with aclosing(self.generator.run(request)) as parts:
+            return [part async for part in parts]
+
+    async def served(self, request: GenerationRequest = REQUEST) -> Served:
+        served = (await self.run(request))[0].served
+        assert served is not None
+        return served
+
+    def holds_nothing(self) -> bool:
+        return self.loader.held == 0 and self.generator.num_streams == 0 and len(asyncio.all_tasks()) == 1
+
+
+@pytest.fixture
+async def stage(model_dir: Path) -> AsyncIterator[Stage]:
+    made = Stage(model_dir)
+    yield made
+    made.prompts.close()
+
+
+async def test_the_first_part_says_what_is_served_and_the_last_how_it_ended(stage: Stage) -> None:
+    parts = await stage.run()
+    assert parts[0].served == Served("mine", BASE, VERSION, "acme", "bot", 1, "stable", 1, 0)
+    assert all(part.served is None for part in parts[1:])
+    assert [id_ for part in parts for id_ in part.piece.ids] == [70, 71, 72]
+    assert parts[-1].piece.end is not None
+    assert (parts[-1].piece.end.prompt_tokens, parts[-1].piece.end.completion_tokens) == (3, 3)
+    assert stage.holds_nothing()
+
+
+async def test_the_engine_hears_of_the_tenant_the_version_and_the_rest_of_the_deadline(stage: Stage) -> None:
+    choice = Choice(max_tokens=7, temperature=0.5, seed=11, stop_token_ids=(9, 0))
+    await stage.run(replace(REQUEST, deadline_s=5, choice=choice))
+    (submit,) = stage.engine.submits
+    assert (submit.tenant, submit.version, submit.prompt, submit.weight) == ("acme", VERSION, (5, 6), 1)
+    assert submit.deadline_s is not None
+    assert 4 < submit.deadline_s <= 5
+    sampling = submit.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (7, 0.5, 11)
+    assert sampling.stop_token_ids == (0, 9)
+
+
+async def test_ignore_eos_leaves_only_the_callers_own_stop_tokens(stage: Stage) -> None:
+    await stage.run(replace(REQUEST, choice=Choice(ignore_eos=True, stop_token_ids=(9,))))
+    assert stage.engine.submits[0].sampling.stop_token_ids == (9,)
+
+
+async def test_equal_request_identifiers_do_not_meet_in_the_engine(stage: Stage) -> None:
+    await asyncio.gather(stage.run(), stage.run())
+    first, second = stage.engine.submits
+    assert first.request_id != second.request_id
+
+
+async def test_without_a_seed_every_request_draws_its_own(stage: Stage) -> None:
+    await stage.run()
+    await stage.run()
+    first, second = stage.engine.submits
+    assert first.sampling.seed != second.sampling.seed
+
+
+async def test_the_cache_salt_parts_sub_salts_and_does_not_show_the_tenants_secret(stage: Stage) -> None:
+    for sub_salt in (b"", b"a", b"b", b"a"):
+        await stage.run(replace(REQUEST, sub_salt=sub_salt))
+    salts = [submit.cache_salt for submit in stage.engine.submits]
+    assert salts[1] == salts[3]
+    assert len(set(salts)) == 3
+    assert (b"s" * 32).hex() not in salts
+
+
+async def test_the_same_unit_gets_the_same_arm_and_says_so(stage: Stage) -> None:
+    stage.says = answer(resolution(1, 1))
+    arms = {(await stage.served(replace(REQUEST, split_unit="eve", request_id=str(number)))).arm for number in range(20)}
+    assert len(arms) == 1
+    drawn = [await stage.served(replace(REQUEST, request_id=str(number))) for number in range(40)]
+    assert {served.version for served in drawn} == {VERSION, OTHER}
+    assert not any(served.sticky for served in drawn)
+    assert (await stage.served(replace(REQUEST, split_unit="eve"))).sticky
+
+
+async def test_the_base_itself_is_no_fallback(stage: Stage) -> None:
+    stage.says = answer(resolution())
+    served = await stage.served(replace(REQUEST, target=Target()))
+    assert served == Served("mine", BASE)
+    assert stage.loader.claims == []
+
+
+@pytest.mark.parametrize("mode", list(FallbackMode))
+async def test_an_arm_that_is_not_ready_is_never_replaced(stage: Stage, mode: FallbackMode) -> None:
+    stage.says = answer(resolution(1, state="QUARANTINED"))
+    with pytest.raises(FailedPreconditionError):
+        await stage.run(replace(REQUEST, fallback=mode))
+    assert stage.engine.submits == []
+
+
+async def test_an_unknown_adapter_is_answered_by_the_base_under_any(stage: Stage) -> None:
+    stage.says = answer(Refusal.NOT_FOUND)
+    served = await stage.served(replace(REQUEST, fallback=FallbackMode.ANY))
+    assert served == Served("mine", BASE, fallback=FallbackReason.NOT_FOUND)
+    assert stage.engine.submits[0].version is None
+    with pytest.raises(NotFoundError, match="^no such adapter, alias or version$"):
+        await stage.run(replace(REQUEST, fallback=FallbackMode.NOT_READY))
+
+
+@pytest.mark.parametrize("mode", list(FallbackMode))
+async def test_a_load_that_fails_ends_the_request_or_lets_the_base_answer(stage: Stage, mode: FallbackMode) -> None:
+    stage.loader.ready = False
+    stage.engine.gates[VERSION] = asyncio.Event()
+    running = asyncio.create_task(stage.run(replace(REQUEST, fallback=mode)))
+    while not stage.loader.claims:
+        await asyncio.sleep(0)
+    stage.loader.claims[0].loaded.set_exception(UnavailableError("the store cannot be read"))
+    if mode is FallbackMode.NONE:
+        with pytest.raises(UnavailableError, match="the store cannot be read"):
+            await running
+    else:
+        assert (await running)[0].served == Served("mine", BASE, fallback=FallbackReason.NOT_READY)
+        assert [submit.version for submit in stage.engine.submits] == [VERSION, None]
+    assert stage.engine.aborted == [stage.engine.submits[0].request_id]
+    assert stage.holds_nothing()
+
+
+@pytest.mark.parametrize("deadline_s", [None, 0.2])
+async def test_a_load_that_takes_too_long_lets_the_base_answer_in_time(stage: Stage, deadline_s: float | None) -> None:
+    stage.loader.ready = False
+    stage.limits = replace(stage.limits, fallback_after_s=0.02 if deadline_s is None else 30)
+    stage.generator = stage.build()
+    stage.engine.gates[VERSION] = asyncio.Event()
+    served = await stage.served(replace(REQUEST, fallback=FallbackMode.NOT_READY, deadline_s=deadline_s))
+    assert served.fallback is FallbackReason.NOT_READY
+
+
+async def test_a_tenant_that_forbids_fallback_waits_for_its_version(stage: Stage) -> None:
+    stage.loader.ready = False
+    stage.limits = replace(stage.limits, fallback_after_s=0.001)
+    stage.generator = stage.build()
+    stage.says = answer(resolution(1), fallback_allowed=False)
+    gate = stage.engine.gates[VERSION] = asyncio.Event()
+    running = asyncio.create_task(stage.served(replace(REQUEST, fallback=FallbackMode.ANY)))
+    done, _ = await asyncio.wait({running}, timeout=0.05)
+    assert not done
+    gate.set()
+    assert (await running).version == VERSION
+
+
+async def test_an_engine_failure_before_the_first_token_is_the_whole_answer(stage: Stage) -> None:
+    stage.engine.script = (ResourceExhaustedError("too large for KV"),)
+    with pytest.raises(ResourceExhaustedError):
+        await stage.run(replace(REQUEST, fallback=FallbackMode.ANY))
+    assert stage.holds_nothing()
+
+
+async def test_an_engine_failure_after_the_first_token_is_an_error_too(stage: Stage) -> None:
+    stage.engine.script = (delta(70), UnavailableError("the engine ended"))
+    with pytest.raises(UnavailableError):
+        await stage.run()
+    assert stage.holds_nothing()
+
+
+async def test_nobody_without_a_key_reaches_tokenizer_or_engine(stage: Stage) -> None:
+    stage.says = UnauthenticatedError("no valid credential")
+    with pytest.raises(UnauthenticatedError):
+        await stage.run(replace(REQUEST, prompt=TextPrompt("x" * 100_000)))
+    assert stage.engine.submits == []
+
+
+async def test_a_prompt_that_does_not_fit_gives_its_place_back(stage: Stage) -> None:
+    with pytest.raises(InvalidArgumentError):
+        await stage.run(replace(REQUEST, prompt=TokenPrompt((5,) * 64)))
+    assert stage.holds_nothing()
+
+
+def hang_in_engine(stage: Stage) -> None:
+    stage.engine.gates[VERSION] = asyncio.Event()
+
+
+def hang_in_load(stage: Stage) -> None:
+    stage.loader.ready = False
+    hang_in_engine(stage)
+
+
+def hang_after_first_token(stage: Stage) -> None:
+    stage.engine.script = (delta(70),)
+
+
+@pytest.mark.parametrize("hang", [hang_in_engine, hang_in_load, hang_after_first_token])
+async def test_a_caller_that_leaves_frees_everything(stage: Stage, hang: Callable[[Stage], None]) -> None:
+    hang(stage)
+    running = asyncio.create_task(stage.run())
+    while not stage.engine.submits or (hang is hang_after_first_token and stage.engine.num_taken == 0):
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert stage.engine.aborted == [stage.engine.submits[0].request_id]
+    assert stage.holds_nothing()
+
+
+async def test_streams_are_bounded_for_the_node_and_for_each_tenant(stage: Stage) -> None:
+    hang_in_engine(stage)
+    running = [asyncio.create_task(stage.run()) for _ in range(2)]
+    while len(stage.engine.submits) < 2:
+        await asyncio.sleep(0)
+    with pytest.raises(ResourceExhaustedError, match="the tenant runs 2 streams"):
+        await stage.run()
+    stage.says = replace(answer(resolution(1)), caller=replace(answer(resolution(1)).caller, tenant="other"))
+    running.append(asyncio.create_task(stage.run()))
+    while len(stage.engine.submits) < 3:
+        await asyncio.sleep(0)
+    with pytest.raises(ResourceExhaustedError, match="the node runs 3 streams"):
+        await stage.run()
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    assert stage.holds_nothing()
+
+
+async def test_a_draining_node_refuses_and_waits_for_what_runs(stage: Stage) -> None:
+    hang_in_engine(stage)
+    running = asyncio.create_task(stage.run())
+    while not stage.engine.submits:
+        await asyncio.sleep(0)
+    stage.generator.draining = True
+    with pytest.raises(UnavailableError, match="draining"):
+        await stage.run()
+    waiting = asyncio.create_task(stage.generator.wait_idle())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stage.engine.gates[VERSION].set()
+    await running
+    await waiting
