@@ -24,6 +24,7 @@ DEFAULT_MEMORY_BYTES = 512 << 20
 """Memory that a check may take on top of an idle interpreter's."""
 
 _MAX_MESSAGE_BYTES = 1 << 20
+_EXIT_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 30.0  # 0.1 s when the machine is idle; a slow start is no fault of the files
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -88,6 +89,8 @@ async def check_in_jail(
     try:
         ready = await _read_message(child, timeout_s=_START_TIMEOUT_S)
         result = await _read_message(child, timeout_s=timeout_s) if ready == {"jail": None} else {}
+        if "exceeded" not in ready and result.get("exceeded") not in ("time", "answer"):
+            await _wait(child)  # a signal to a child that is just ending would race with asyncio for its status
     finally:
         await asyncio.shield(_end(child))
     if ready != {"jail": None}:
@@ -125,9 +128,17 @@ async def _read_message(child: asyncio.subprocess.Process, *, timeout_s: float) 
         message = json.loads(line)
     except TimeoutError:
         return {"exceeded": "time"}
-    except ValueError:
+    except json.JSONDecodeError:
         return {}
+    except ValueError:  # the line is longer than the limit
+        return {"exceeded": "answer"}
     return message if isinstance(message, dict) else {}
+
+
+async def _wait(child: asyncio.subprocess.Process) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_EXIT_TIMEOUT_S):
+            await child.wait()
 
 
 async def _end(child: asyncio.subprocess.Process) -> None:

@@ -63,4 +63,4 @@ def quote(text: object, *, max_chars: int = 160) -> str:
         max_chars: Length after which the rest is left out.
     """
     shown = ascii(text[: max_chars + 1] if isinstance(text, str) else text)
-    return shown if len(shown) <= max_chars else shown[:max_chars] + "…"
+    return shown if len(shown) <= max_chars else shown[:max_chars] + "..."
