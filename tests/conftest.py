@@ -8,7 +8,7 @@ from collections.abc import Generator
 import hypothesis
 import pytest
 
-pytest_plugins = ["tests.fixtures.adapters", "tests.fixtures.services"]
+pytest_plugins = ["tests.fixtures.adapters", "tests.fixtures.services", "tests.fixtures.stack"]
 
 _MAY_SKIP = ("gpu", "docker")
 

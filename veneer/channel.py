@@ -55,6 +55,10 @@ _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # A plane that restarts is back within seconds; the defaults would look again after up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
 )
 

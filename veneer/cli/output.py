@@ -27,7 +27,9 @@ _HINTS = {
 }
 _WITHOUT_CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
-console = Console()
+_WIDTH_IN_PIPES = 160
+
+console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_PIPES)
 error_console = Console(stderr=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -39,7 +40,6 @@ class Process:
         self.name = name
         self.log = folder / f"{name}.log"
         self._pid_file = folder / f"{name}.pid"
-        self._child: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 
     @property
@@ -70,7 +70,7 @@ class Process:
         user, group = run_as if run_as is not None else (None, None)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
-            self._child = subprocess.Popen(
+            child = subprocess.Popen(
                 [str(part) for part in command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -81,8 +81,8 @@ class Process:
                 extra_groups=None if run_as is None else [],
                 start_new_session=True,
             )
-        birth = _birth(self._child.pid)
-        self._pid_file.write_text(json.dumps({"pid": self._child.pid, "birth": birth}))
+        child.returncode = 0  # it outlives this object, so Popen has no more say in it: the pid file has, and `_reap`
+        self._pid_file.write_text(json.dumps({"pid": child.pid, "birth": _birth(child.pid)}))
 
     def check(self) -> None:
         """Checks that it still runs.
@@ -147,14 +147,19 @@ class Process:
         return True
 
     def _identity(self) -> _Identity | None:
-        if self._child is not None:
-            self._child.poll()  # reaps: a zombie is no longer running
         try:
             saved = json.loads(self._pid_file.read_text())
             identity = _Identity(saved["pid"], saved["birth"])
         except (FileNotFoundError, ValueError, KeyError):
             return None
+        _reap(identity.pid)
         return identity if _birth(identity.pid) == identity.birth != "" else None
+
+
+def _reap(pid: int) -> None:
+    """Lets the kernel forget a child of ours that has ended."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
 
 
 def _birth(pid: int) -> str:
