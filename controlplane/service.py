@@ -49,6 +49,7 @@ class ControlPlane:
     Attributes:
         server: Its listeners.
         database: Its connections.
+        publisher: Its use case of publishing.
         relay: Its relay of hints.
     """
 
@@ -58,7 +59,7 @@ class ControlPlane:
         self.relay = Relay(self.database, settings, registry=registry)
         identities = Identities(self.database, vault)
         blobs = Blobs(settings.store_url)
-        publisher = Publisher(self.database, blobs, settings, check=check, metrics=PublishMetrics(registry))
+        self.publisher = Publisher(self.database, blobs, settings, check=check, metrics=PublishMetrics(registry))
         node_servicer = NodeServicer(
             nodes=Nodes(self.database, vault, settings),
             resolver=Resolver(self.database, identities, vault),
@@ -83,7 +84,7 @@ class ControlPlane:
                 catalog_pb2.DESCRIPTOR.services_by_name["CatalogService"],
                 partial(
                     catalog_pb2_grpc.add_CatalogServiceServicer_to_server,
-                    CatalogServicer(Catalog(self.database), Aliases(self.database), publisher),
+                    CatalogServicer(Catalog(self.database), Aliases(self.database), self.publisher),
                 ),
                 listeners=("callers",),
             ),
@@ -121,7 +122,7 @@ def _options(settings: Settings) -> ServerOptions:
     return ServerOptions(
         callers=settings.listen_callers,
         operators=settings.listen_operators,
-        metrics=settings.listen_metrics,
+        metrics=settings.listen_metrics or None,
         tls=tls,
         allow_plaintext=settings.allow_plaintext,
         reflection=settings.reflection,

@@ -39,7 +39,7 @@ class Settings(BaseSettings):
         pepper_file: File to read it from; `bootstrap` makes the file when it is absent.
         listen_callers: Address for tenants and nodes; port 0 takes any.
         listen_operators: Address for operators.
-        listen_metrics: Address of the Prometheus page.
+        listen_metrics: Address of the Prometheus page; empty: none.
         tls_certificate: PEM chain; with `tls_key` turns on TLS on both listeners.
         tls_key: PEM private key.
         allow_plaintext: Allows to listen beyond loopback without TLS.

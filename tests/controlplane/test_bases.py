@@ -1,0 +1,45 @@
+"""Bases over the wire."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import grpc
+
+from tests.fixtures.controlplane import BASE_DIGEST, World, refused, tiny_base
+from veneer.controlplane.v1 import bases_pb2
+
+
+async def test_a_base_comes_back_as_it_was_registered(world: World) -> None:
+    await world.base(dataclasses.replace(tiny_base(), known_names=("small", "tiny-v1")))
+    tenant = await world.tenant("acme")
+    for client in (world.operator, tenant, await world.node()):
+        listed = (await client.bases.ListBases(bases_pb2.ListBasesRequest())).bases
+        assert [(one.digest, one.name, one.known_names) for one in listed] == [(BASE_DIGEST, "tiny", ["small", "tiny-v1"])]
+        assert [module.path for module in listed[0].modules] == ["model.layers.{layer}.self_attn.q_proj"]
+        assert (listed[0].vocab_size, listed[0].max_context, listed[0].num_layers) == (32, 64, 1)
+
+
+async def test_registering_a_digest_again_gives_the_stored_row(world: World) -> None:
+    await world.base()
+    await world.base(dataclasses.replace(tiny_base(), name="another name"))
+    listed = (await world.operator.bases.ListBases(bases_pb2.ListBasesRequest())).bases
+    assert [one.name for one in listed] == ["tiny"]
+
+
+async def test_a_name_belongs_to_one_base(world: World) -> None:
+    await world.base()
+    assert (await refused(world.base(tiny_base("f" * 64))))[0] == grpc.StatusCode.ALREADY_EXISTS
+
+
+async def test_bases_are_listed_newest_first(world: World) -> None:
+    for number in range(3):
+        await world.base(tiny_base(f"{number}" * 64, f"base-{number}"))
+    listed = (await world.operator.bases.ListBases(bases_pb2.ListBasesRequest())).bases
+    assert [one.name for one in listed] == ["base-2", "base-1", "base-0"]
+
+
+async def test_a_vocabulary_beyond_an_integer_of_postgres_is_kept(world: World) -> None:
+    await world.base(dataclasses.replace(tiny_base(), vocab_size=2**32 - 1, max_context=2**32 - 1))
+    (listed,) = (await world.operator.bases.ListBases(bases_pb2.ListBasesRequest())).bases
+    assert listed.vocab_size == listed.max_context == 2**32 - 1
