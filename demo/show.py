@@ -15,6 +15,7 @@ from demo.conservation import Holdings
 from demo.stream import Stream
 from veneer.dataplane.v1 import admin_pb2, generation_pb2
 
+_PLAIN_WIDTH = 160
 _REASONS = {
     generation_pb2.FALLBACK_REASON_NOT_FOUND: "not found",
     generation_pb2.FALLBACK_REASON_NOT_READY: "not ready",
@@ -27,9 +28,15 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self._console = console
 
+    @classmethod
+    def of_stdout(cls) -> Screen:
+        """The screen of this process; where no terminal watches, lines are wide enough for the tables."""
+        console = Console()
+        return cls(console if console.is_terminal else Console(width=_PLAIN_WIDTH))
+
     def say(self, text: str) -> None:
         """Writes one line."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, title: str) -> None:
         """Begins a part of the story."""
@@ -52,7 +59,7 @@ class Screen:
     def streams(self, streams: Sequence[Stream]) -> Iterator[Callable[[Stream], None]]:
         """Shows streams while they run; gives a function to call when one has ended."""
         if not self._console.is_terminal:
-            yield lambda stream: self._console.print(_line(stream, self._console.width), highlight=False)
+            yield lambda stream: self._console.print(_line(stream), highlight=False, soft_wrap=True)
             return
         with Live(get_renderable=lambda: _live_table(streams), console=self._console, refresh_per_second=10):
             yield lambda _: None
@@ -129,10 +136,9 @@ def _live_table(streams: Sequence[Stream]) -> Table:
     return table
 
 
-def _line(stream: Stream, width: int) -> Text:
+def _line(stream: Stream) -> Text:
     words = _words(stream) if stream.error is None else _refusal(stream)
-    line = f"  {stream.ask.tenant:<9}{_adapter(stream):<9}{_version(stream):<16}{stream.num_tokens:>4} tokens  {words}"
-    return Text(line[: max(width - 1, 100)])
+    return Text(f"  {stream.ask.tenant:<9}{_adapter(stream):<9}{_version(stream):<16}{stream.num_tokens:>4} tokens  {words}")
 
 
 def _adapter(stream: Stream) -> str:
