@@ -191,6 +191,8 @@ class Prefetcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for version in list(self._loads):  # cancelled before they ran at all
+            self._fail(version, UnavailableError("the node is stopping"), claims=self._loads.pop(version).claims)
 
     def _is_held(self, version: str) -> bool:
         return version in self._staged or version in self._on_device or self._cache.path(version).exists()

@@ -1,0 +1,138 @@
+"""Hints are heard from a real server, and whatever else comes on the channel costs next to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.dataplane.doubles import VERSION
+
+from dataplane.hints import Allowance, Hint, HintSubscriber, read_hint
+from veneer.controlplane.v1 import hints_pb2
+from veneer.local.valkey import Valkey
+
+CHANNEL = "veneer:hints:v1"
+GOOD = hints_pb2.Hint(kind=1, tenant="acme", adapter="bot", version=VERSION, generation=2**62).SerializeToString()
+
+
+class Listener:
+    """A subscriber, and what it heard."""
+
+    def __init__(self, url: str, *, burst: int = 1000) -> None:
+        self.hints: list[Hint] = []
+        self.num_connects = 0
+        self.changed = asyncio.Event()
+        self.subscriber = HintSubscriber(
+            url,
+            on_hint=self.on_hint,
+            on_connect=self.on_connect,
+            allowance=Allowance(per_s=0.001, burst=burst),
+            heartbeat_s=0.2,
+        )
+        self.task = asyncio.create_task(self.subscriber.run())
+
+    def on_hint(self, hint: Hint) -> None:
+        self.hints.append(hint)
+        self.changed.set()
+
+    def on_connect(self) -> None:
+        self.num_connects += 1
+        self.changed.set()
+
+    async def until(self, *, connects: int = 0, hints: int = 0) -> None:
+        async with asyncio.timeout(30):
+            while self.num_connects < connects or len(self.hints) < hints:
+                await self.changed.wait()
+                self.changed.clear()
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+@pytest.fixture
+async def own_valkey(tmp_path: Path) -> AsyncIterator[Valkey]:
+    """A server that the test may stop."""
+    server = Valkey(tmp_path / "valkey")
+    await asyncio.to_thread(server.start)
+    yield server
+    await asyncio.to_thread(server.stop)
+
+
+async def publish(valkey: Valkey, *payloads: bytes) -> None:
+    client = redis.asyncio.from_url(valkey.url())
+    for payload in payloads:
+        await client.publish(CHANNEL, payload)
+    await client.aclose()
+
+
+async def test_a_hint_is_heard(valkey: Valkey) -> None:
+    listener = Listener(valkey.url())
+    await listener.until(connects=1)
+    assert listener.subscriber.connected
+    await publish(valkey, GOOD)
+    await listener.until(hints=1)
+    assert listener.hints == [Hint(VERSION)]
+    await listener.stop()
+
+
+async def test_garbage_on_the_channel_is_ignored(valkey: Valkey) -> None:
+    listener = Listener(valkey.url())
+    await listener.until(connects=1)
+    forged = hints_pb2.Hint(version="../../etc/passwd").SerializeToString()
+    await publish(valkey, b"", b"\xff" * 40, forged, b"x" * 100_000, GOOD)
+    await listener.until(hints=2)
+    assert listener.hints == [Hint(""), Hint(VERSION)]  # an empty message is a hint that names nothing
+    assert listener.subscriber.num_ignored == 3
+    await listener.stop()
+
+
+async def test_a_flood_is_cut_to_the_allowance(valkey: Valkey) -> None:
+    listener = Listener(valkey.url(), burst=3)
+    await listener.until(connects=1)
+    await publish(valkey, *[GOOD] * 50)
+    while listener.subscriber.num_ignored < 47:
+        await asyncio.sleep(0)
+    assert len(listener.hints) == 3
+    await listener.stop()
+
+
+async def test_after_a_restart_of_the_server_it_listens_again_and_says_so(own_valkey: Valkey) -> None:
+    listener = Listener(own_valkey.url())
+    await listener.until(connects=1)
+    await asyncio.to_thread(own_valkey.stop)
+    await asyncio.to_thread(own_valkey.start)
+    await listener.until(connects=2)
+    await publish(own_valkey, GOOD)
+    await listener.until(hints=1)
+    await listener.stop()
+
+
+async def test_a_silent_connection_is_probed_and_kept(valkey: Valkey) -> None:
+    listener = Listener(valkey.url())
+    await listener.until(connects=1)
+    await asyncio.wait({listener.task}, timeout=1.0)  # five heartbeats
+    assert listener.num_connects == 1
+    assert listener.subscriber.connected
+    await listener.stop()
+
+
+@given(payload=st.one_of(st.binary(max_size=200), st.none(), st.text(), st.integers()))
+def test_any_payload_is_a_hint_or_none(payload: object) -> None:
+    hint = read_hint(payload)
+    assert hint is None or hint.version == "" or len(hint.version) == 64
+
+
+def test_the_allowance_fills_with_time_up_to_its_burst() -> None:
+    now_s = 0.0
+    allowance = Allowance(per_s=2, burst=3, clock=lambda: now_s)
+    assert [allowance.take() for _ in range(4)] == [True, True, True, False]
+    now_s = 0.5
+    assert [allowance.take() for _ in range(2)] == [True, False]
+    now_s = 1000
+    assert [allowance.take() for _ in range(4)] == [True, True, True, False]

@@ -1,0 +1,100 @@
+"""The metrics page shows the names that routers read, with bounded labels."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from dataplane.engine.messages import Holding, State
+from dataplane.metrics import Metrics
+from dataplane.token_stream import End, Piece
+
+STATE = State(
+    token=0,
+    running=3,
+    waiting=2,
+    kv_pages_used=25,
+    kv_pages_total=100,
+    arena_bytes_used=4096,
+    arena_bytes_total=8192,
+    leases=2,
+    steps=9,
+    max_adapters_in_step=2,
+    max_rows_in_step=7,
+    mixed_steps=1,
+    generated_tokens=50,
+    device_hits=5,
+    host_hits=4,
+    store_loads=3,
+    evictions=1,
+    holdings=(Holding("a" * 64, "device", 8, 2048, 1, 1), Holding("c" * 64, "loading", 4, 100, 0, 2)),
+)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> Metrics:
+    return Metrics(registry, base_name="tiny", max_tenants=2)
+
+
+def test_the_engines_figures_have_the_names_that_routers_read(metrics: Metrics, registry: CollectorRegistry) -> None:
+    metrics.show_engine(STATE, page_size=16, max_slots=40)
+    page = generate_latest(registry).decode()
+    for line in (
+        'vllm:num_requests_running{model_name="tiny"} 3.0',
+        'vllm:num_requests_waiting{model_name="tiny"} 2.0',
+        'vllm:kv_cache_usage_perc{model_name="tiny"} 0.25',
+        'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0',
+        'veneer_adapter_hits{level="store"} 3.0',
+        "veneer_adapter_resident_rank_rows 8.0",
+    ):
+        assert line in page
+    info = f'vllm:lora_requests_info{{max_lora="40",running_lora_adapters="{"a" * 64}",waiting_lora_adapters="{"c" * 64}"}}'
+    assert info in page
+
+
+def test_the_list_of_resident_adapters_is_one_series_however_often_it_changes(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
+    metrics.show_engine(STATE, page_size=16, max_slots=40)
+    metrics.show_engine(STATE, page_size=16, max_slots=41)
+    assert generate_latest(registry).decode().count("\nvllm:lora_requests_info{") == 1
+
+
+def test_a_request_is_timed_from_its_start_to_its_last_token(metrics: Metrics, registry: CollectorRegistry) -> None:
+    timer = metrics.timer("acme", time.monotonic() - 0.3)
+    metrics.saw(timer, Piece(0, (1,), "a", None))
+    metrics.saw(timer, Piece(1, (2, 3), "b", End("stop", 10, 3)))
+    labels = {"model_name": "tiny"}
+    assert registry.get_sample_value("vllm:time_to_first_token_seconds_count", labels) == 1
+    assert registry.get_sample_value("vllm:time_to_first_token_seconds_sum", labels) == pytest.approx(0.3, abs=0.2)
+    assert registry.get_sample_value("vllm:inter_token_latency_seconds_count", labels) == 2
+    assert registry.get_sample_value("vllm:e2e_request_latency_seconds_count", labels) == 1
+    assert registry.get_sample_value("vllm:prompt_tokens_total", labels) == 10
+    assert registry.get_sample_value("vllm:generation_tokens_total", labels) == 3
+    assert registry.get_sample_value("veneer_tenant_tokens_total", {"tenant": "acme", "kind": "completion"}) == 3
+
+
+def test_tenants_beyond_the_cap_share_a_label(metrics: Metrics, registry: CollectorRegistry) -> None:
+    for tenant in ("a", "b", "c", "d", "a"):
+        metrics.saw(metrics.timer(tenant, 0), Piece(0, (1,), "", None))
+    tenants = {
+        sample.labels["tenant"]: sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name == "veneer_tenant_tokens_total" and sample.labels["kind"] == "completion"
+    }
+    assert tenants == {"a": 2, "b": 1, "other": 2}
+
+
+def test_mean_load_times_are_kept_by_hop(metrics: Metrics) -> None:
+    assert metrics.mean_load_s("store", "host") == 0
+    metrics.loaded("store", "host", 1)
+    metrics.loaded("store", "host", 3)
+    assert (metrics.mean_load_s("store", "host"), metrics.mean_load_s("host", "device")) == (2, 0)

@@ -1,0 +1,261 @@
+"""One load for each version, told to the engine once, failed to everybody who waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.dataplane.doubles import OTHER, VERSION, ScriptedEngine, make_metrics
+
+from dataplane.lora.host_cache import HostCache
+from dataplane.prefetcher import Prefetcher
+from veneer.errors import FailedPreconditionError, NotFoundError, UnavailableError, VeneerError
+
+THIRD = "d" * 64
+
+
+class Fetches:
+    """A store that writes an image of 100 bytes when the test lets it."""
+
+    def __init__(self, cache: HostCache) -> None:
+        self._cache = cache
+        self.started: list[str] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.errors: list[Exception] = []
+
+    async def fetch(self, version: str) -> Path:
+        self.started.append(version)
+        await self.open.wait()
+        if self.errors:
+            raise self.errors.pop(0)
+        path = self._cache.path(version)
+        path.write_bytes(b"i" * 100)
+        self._cache.add(version, size_bytes=100)
+        return path
+
+
+class Rig:
+    """A prefetcher with a scripted store, engine and control plane."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cache = HostCache(folder, max_bytes=1000)
+        self.store = Fetches(self.cache)
+        self.engine = ScriptedEngine()
+        self.refused: dict[str, VeneerError] = {}
+        self.prefetcher = Prefetcher(
+            store=self.store,
+            cache=self.cache,
+            engine=self.engine,
+            may_serve=self.may_serve,
+            metrics=make_metrics(),
+            load_timeout_s=0.5,
+            max_hints=2,
+        )
+        self.asked: list[str] = []
+        self.was_asked = asyncio.Event()
+
+    async def may_serve(self, version: str) -> object:
+        self.asked.append(version)
+        self.was_asked.set()
+        if version in self.refused:
+            raise self.refused[version]
+        return None
+
+    def staged(self, version: str) -> tuple[str, ...]:
+        return ("stage", version, str(self.cache.path(version)))
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    made = Rig(tmp_path)
+    background = asyncio.create_task(made.prefetcher.run())
+    yield made
+    background.cancel()
+    await asyncio.gather(background, return_exceptions=True)
+    await made.prefetcher.close()
+
+
+async def test_requests_for_one_version_share_one_load(rig: Rig) -> None:
+    claims = [rig.prefetcher.ensure(VERSION) for _ in range(20)]
+    await asyncio.gather(*(claim.loaded for claim in claims))
+    assert rig.store.started == [VERSION]
+    assert rig.engine.calls == [rig.staged(VERSION)]
+
+
+async def test_what_is_in_host_memory_is_staged_without_a_load_and_only_once(rig: Rig) -> None:
+    await rig.prefetcher.ensure(VERSION).loaded
+    rig.prefetcher.forget_engine()
+    for _ in range(3):
+        assert rig.prefetcher.ensure(VERSION).loaded.done()
+    assert rig.store.started == [VERSION]
+    assert rig.engine.calls == [rig.staged(VERSION)] * 2
+
+
+async def test_what_is_on_the_device_needs_no_host_image(rig: Rig) -> None:
+    rig.prefetcher.moved(VERSION, "device", seconds=0.1)
+    assert rig.prefetcher.ensure(VERSION).loaded.done()
+    rig.prefetcher.moved(VERSION, "host", seconds=0)
+    await rig.prefetcher.ensure(VERSION).loaded
+    assert rig.store.started == [VERSION]
+
+
+async def test_an_image_is_kept_while_a_claim_is_held(rig: Rig) -> None:
+    claim = rig.prefetcher.ensure(VERSION)
+    await claim.loaded
+    assert rig.cache.reserve(OTHER, size_bytes=900) == ()
+    rig.cache.cancel(OTHER)
+    claim.release()
+    claim.release()
+    assert rig.cache.reserve(OTHER, size_bytes=1000) == (VERSION,)
+
+
+async def test_an_image_that_made_room_is_taken_from_the_engine_and_fetched_again_when_wanted(rig: Rig) -> None:
+    claim = rig.prefetcher.ensure(VERSION)
+    await claim.loaded
+    claim.release()
+    rig.prefetcher.evicted(rig.cache.reserve(OTHER, size_bytes=1000))
+    rig.cache.cancel(OTHER)
+    assert rig.engine.calls[-1] == ("unstage", VERSION, "")
+    rig.prefetcher.want(VERSION)
+    await rig.prefetcher.ensure(VERSION).loaded
+    assert rig.store.started == [VERSION] * 2
+    assert rig.engine.calls[-1] == rig.staged(VERSION)
+
+
+async def test_a_store_that_is_away_for_a_while_is_tried_again(rig: Rig) -> None:
+    rig.store.errors = [UnavailableError("away")]
+    await rig.prefetcher.ensure(VERSION).loaded
+    assert rig.store.started == [VERSION] * 2
+
+
+@pytest.mark.parametrize(
+    ("errors", "status"),
+    [
+        ([UnavailableError("away")] * 20, "UNAVAILABLE"),
+        ([FailedPreconditionError("corrupt")], "FAILED_PRECONDITION"),
+        ([OSError("disk")], "INTERNAL"),
+    ],
+)
+async def test_a_load_that_fails_for_good_tells_everybody_and_is_forgotten(
+    rig: Rig, errors: list[Exception], status: str
+) -> None:
+    rig.store.errors = list(errors)
+    claims = [rig.prefetcher.ensure(VERSION) for _ in range(2)]
+    for claim in claims:
+        with pytest.raises(VeneerError) as caught:
+            await claim.loaded
+        assert caught.value.status == status
+    assert rig.engine.calls == [("fail", VERSION, status)]
+    rig.store.errors = []
+    await rig.prefetcher.ensure(VERSION).loaded
+
+
+async def test_a_slow_load_delays_no_other_version(rig: Rig) -> None:
+    rig.store.open.clear()
+    slow = rig.prefetcher.ensure(VERSION)
+    rig.cache.path(OTHER).write_bytes(b"i" * 100)
+    rig.cache.add(OTHER, size_bytes=100)
+    assert rig.prefetcher.ensure(OTHER).loaded.done()
+    assert not slow.loaded.done()
+    rig.store.open.set()
+    await slow.loaded
+
+
+async def test_a_corrupt_image_is_fetched_again_once(rig: Rig) -> None:
+    await rig.prefetcher.ensure(VERSION).loaded
+    rig.prefetcher.moved(VERSION, "corrupt", seconds=0)
+    await rig.prefetcher.ensure(VERSION).loaded
+    assert rig.store.started == [VERSION] * 2
+    rig.prefetcher.moved(VERSION, "corrupt", seconds=0)
+    assert rig.engine.calls[-1] == ("fail", VERSION, "FAILED_PRECONDITION")
+    assert not rig.cache.path(VERSION).exists()
+    await rig.prefetcher.ensure(VERSION).loaded
+    rig.prefetcher.moved(VERSION, "device", seconds=0.1)
+    assert rig.store.started == [VERSION] * 3
+
+
+async def test_a_hint_stages_ahead_of_requests(rig: Rig) -> None:
+    rig.store.open.clear()
+    rig.prefetcher.hint(VERSION)
+    while not rig.store.started:
+        await asyncio.sleep(0)
+    claim = rig.prefetcher.ensure(VERSION)
+    rig.store.open.set()
+    await claim.loaded
+    assert rig.store.started == [VERSION]
+
+
+async def test_hints_beyond_what_may_wait_are_dropped(rig: Rig) -> None:
+    rig.store.open.clear()
+    for number in range(50):
+        rig.prefetcher.hint(f"{number:064x}")
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(rig.store.started) == 1
+    assert rig.prefetcher._hints.qsize() <= 2
+    rig.store.open.set()
+
+
+async def test_hints_never_make_others_leave(rig: Rig) -> None:
+    rig.cache.path(OTHER).write_bytes(b"i" * 950)
+    rig.cache.add(OTHER, size_bytes=950)
+    rig.prefetcher.hint(VERSION)
+    while rig.prefetcher._hints.qsize():
+        await asyncio.sleep(0)
+    assert rig.store.started == []
+
+
+async def test_a_hint_for_what_does_not_exist_costs_one_question(rig: Rig) -> None:
+    rig.store.errors = [FailedPreconditionError("the version cannot be served any more")]
+    rig.prefetcher.hint(VERSION)
+    rig.prefetcher.hint(OTHER)
+    while OTHER not in rig.cache.versions():
+        await asyncio.sleep(0)
+    assert rig.store.started == [VERSION, OTHER]
+
+
+@pytest.mark.parametrize("error", [NotFoundError("gone"), FailedPreconditionError("quarantined")])
+async def test_a_version_that_may_not_be_served_any_more_is_dropped_everywhere(rig: Rig, error: VeneerError) -> None:
+    await rig.prefetcher.ensure(VERSION).loaded
+    rig.refused[VERSION] = error
+    rig.prefetcher.recheck(VERSION)
+    while rig.engine.calls[-1][0] != "unstage":
+        await asyncio.sleep(0)
+    assert rig.engine.calls[-1] == ("unstage", VERSION, "drop")
+    assert not rig.cache.path(VERSION).exists()
+
+
+async def test_a_version_stays_while_the_control_plane_is_away_or_content(rig: Rig) -> None:
+    for version in (VERSION, OTHER):
+        await rig.prefetcher.ensure(version).loaded
+    rig.refused[VERSION] = UnavailableError("away")
+    rig.prefetcher.recheck_all()
+    while len(rig.asked) < 2:
+        await rig.was_asked.wait()
+        rig.was_asked.clear()
+    await asyncio.sleep(0)
+    assert set(rig.cache.versions()) == {VERSION, OTHER}
+
+
+async def test_nobody_is_asked_about_a_version_that_is_not_held(rig: Rig) -> None:
+    await rig.prefetcher.ensure(VERSION).loaded
+    rig.prefetcher.recheck(THIRD)
+    rig.prefetcher.recheck(VERSION)
+    await rig.was_asked.wait()
+    assert rig.asked == [VERSION]
+
+
+async def test_closing_ends_loads_and_those_who_wait(rig: Rig) -> None:
+    rig.store.open.clear()
+    claims = [rig.prefetcher.ensure(VERSION)]
+    while not rig.store.started:
+        await asyncio.sleep(0)
+    claims.append(rig.prefetcher.ensure(OTHER))
+    await rig.prefetcher.close()
+    assert rig.prefetcher.num_loads == 0
+    for claim in claims:
+        with pytest.raises(UnavailableError, match="stopping"):
+            await claim.loaded

@@ -1,0 +1,299 @@
+"""Generate over the wire: what a caller sees, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+from tests.dataplane.doubles import BASE, VERSION
+
+from dataplane.fallback import FallbackMode, FallbackReason
+from dataplane.frontend.prompts import ChatPrompt, TextPrompt, TokenPrompt
+from dataplane.generation import Choice, GenerationRequest, Part, Served
+from dataplane.node import RULES
+from dataplane.resolution import Target
+from dataplane.servicer import GenerationServicer
+from dataplane.token_stream import End, Piece
+from veneer.access import Authenticator, Identity
+from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from veneer.errors import NotFoundError, ResourceExhaustedError, UnavailableError, VeneerError
+from veneer.server import PlaneServer, ServerOptions, Service
+
+SECRET = "vnr_" + "A" * 43
+KEY = (("authorization", f"Bearer {SECRET}"),)
+SERVED = Served("mine", BASE, VERSION, "acme", "bot", 7, "stable", 3, 1, True)
+TEXT = generation_pb2.GenerateRequest(text="hello")
+
+
+class Script:
+    """A generator that yields what the test says, when the test says."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+        self.parts: list[Part | VeneerError] = [
+            Part(SERVED, Piece(0, (70,), "he", None)),
+            Part(None, Piece(1, (71, 72), "llo", End("stop", 3, 3))),
+        ]
+        self.gates: dict[int, asyncio.Event] = {}
+        self.started = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    async def run(self, request: GenerationRequest) -> AsyncIterator[Part]:
+        self.requests.append(request)
+        self.started.set()
+        try:
+            for place, part in enumerate(self.parts):
+                if place in self.gates:
+                    await self.gates[place].wait()
+                if isinstance(part, VeneerError):
+                    raise part
+                yield part
+        finally:
+            self.ended.set()
+
+
+class Nobody(Authenticator):
+    """Knows no credential."""
+
+    async def authenticate(self, key_digest: bytes) -> Identity | None:
+        return None
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+async def stub(script: Script) -> AsyncIterator[Any]:
+    server = PlaneServer(
+        ServerOptions(callers="127.0.0.1:0", operators="127.0.0.1:0"),
+        services=[
+            Service(
+                generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
+                partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, GenerationServicer(script)),
+                ("callers",),
+            ),
+            Service(
+                admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
+                partial(admin_pb2_grpc.add_AdminServiceServicer_to_server, admin_pb2_grpc.AdminServiceServicer()),
+                ("operators",),
+            ),
+        ],
+        rules=RULES,
+        authenticators={"callers": Nobody(), "operators": Nobody()},
+    )
+    addresses = await server.start()
+    async with grpc.aio.insecure_channel(addresses.callers) as channel:
+        yield generation_pb2_grpc.GenerationServiceStub(channel)
+    await server.stop(grace_s=0)
+
+
+async def read(call: Any) -> list[generation_pb2.GenerateResponse]:
+    return [response async for response in call]
+
+
+async def test_the_stream_is_served_message_chunks_and_finish(stub: Any) -> None:
+    first, last = await read(stub.Generate(TEXT, metadata=KEY))
+    assert first.served == generation_pb2.Served(
+        request_id="mine",
+        base_digest=BASE,
+        version=VERSION,
+        owner="acme",
+        adapter="bot",
+        version_number=7,
+        alias="stable",
+        generation=3,
+        arm=1,
+        sticky=True,
+    )
+    assert (first.chunk.index, list(first.chunk.ids), first.chunk.text) == (0, [70], "he")
+    assert not first.HasField("finish")
+    assert not last.HasField("served")
+    assert (last.chunk.index, last.chunk.text) == (1, "llo")
+    assert (last.finish.reason, last.finish.prompt_tokens, last.finish.completion_tokens) == (
+        generation_pb2.FINISH_REASON_STOP,
+        3,
+        3,
+    )
+
+
+async def test_a_fallback_says_so_and_names_no_adapter(stub: Any, script: Script) -> None:
+    script.parts[0] = Part(Served("mine", BASE, fallback=FallbackReason.NOT_FOUND), Piece(0, (70,), "he", None))
+    first, _ = await read(stub.Generate(TEXT, metadata=KEY))
+    assert first.served == generation_pb2.Served(
+        request_id="mine", base_digest=BASE, fallback=True, fallback_reason=generation_pb2.FALLBACK_REASON_NOT_FOUND
+    )
+
+
+async def test_nothing_at_all_is_on_the_wire_before_the_first_token(stub: Any, script: Script) -> None:
+    gate = script.gates[0] = asyncio.Event()
+    call = stub.Generate(TEXT, metadata=KEY)
+    headers = asyncio.create_task(call.initial_metadata())
+    await script.started.wait()
+    done, _ = await asyncio.wait({headers}, timeout=0.1)
+    assert not done
+    gate.set()
+    await read(call)
+    await headers
+
+
+@pytest.mark.parametrize(
+    "error", [NotFoundError("no such adapter, alias or version"), ResourceExhaustedError("full"), UnavailableError("away")]
+)
+async def test_a_refusal_is_the_whole_answer(stub: Any, script: Script, error: VeneerError) -> None:
+    script.parts = [error]
+    call = stub.Generate(TEXT, metadata=KEY)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(call)
+    assert (caught.value.code().name, caught.value.details()) == (error.status, error.message)
+    assert list(await call.initial_metadata()) == []
+
+
+async def test_a_stream_that_breaks_ends_without_a_finish_and_not_ok(stub: Any, script: Script) -> None:
+    script.parts[1] = UnavailableError("the engine ended")
+    call = stub.Generate(TEXT, metadata=KEY)
+    assert (await call.read()).chunk.text == "he"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("place", [0, 1])
+async def test_a_caller_that_leaves_ends_the_generation(stub: Any, script: Script, place: int) -> None:
+    script.gates[place] = asyncio.Event()
+    call = stub.Generate(TEXT, metadata=KEY)
+    if place:
+        await call.read()
+    await script.started.wait()
+    call.cancel()
+    await script.ended.wait()
+
+
+async def test_a_deadline_reaches_the_generation_and_ends_it(stub: Any, script: Script) -> None:
+    script.gates[0] = asyncio.Event()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(stub.Generate(TEXT, metadata=KEY, timeout=0.3))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await script.ended.wait()
+    deadline_s = script.requests[0].deadline_s
+    assert deadline_s is not None
+    assert 0 < deadline_s < 0.4
+
+
+async def test_a_reader_that_stops_reading_still_learns_why_its_stream_ended(stub: Any, script: Script) -> None:
+    big = "x" * 60_000
+    script.parts = [
+        Part(SERVED, Piece(0, (70,), big, None)),
+        *(Part(None, Piece(number, (70,), big, None)) for number in range(1, 40)),
+        ResourceExhaustedError("the stream was not read for 10 s"),
+    ]
+    call = stub.Generate(TEXT, metadata=KEY)
+    await call.read()
+    await script.started.wait()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while True:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_without_a_credential_nothing_runs(stub: Any, script: Script) -> None:
+    for metadata in ((), (("authorization", "Bearer nonsense"),)):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(stub.Generate(TEXT, metadata=metadata))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert script.requests == []
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        generation_pb2.GenerateRequest(),
+        generation_pb2.GenerateRequest(text=""),
+        generation_pb2.GenerateRequest(tokens=generation_pb2.TokenPrompt()),
+        generation_pb2.GenerateRequest(chat=generation_pb2.ChatPrompt()),
+        generation_pb2.GenerateRequest(text="x", sampling=generation_pb2.SamplingParams(temperature=float("nan"))),
+        generation_pb2.GenerateRequest(text="x", sampling=generation_pb2.SamplingParams(max_tokens=0)),
+        generation_pb2.GenerateRequest(text="x", sampling=generation_pb2.SamplingParams(top_p=0)),
+        generation_pb2.GenerateRequest(text="x", sampling=generation_pb2.SamplingParams(stop=[""])),
+        generation_pb2.GenerateRequest(text="x", adapter=generation_pb2.AdapterRef(adapter="../x")),
+    ],
+)
+async def test_a_request_that_cannot_be_right_is_refused_before_it_runs(
+    stub: Any, script: Script, request_: generation_pb2.GenerateRequest
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(stub.Generate(request_, metadata=KEY))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert script.requests == []
+
+
+async def test_every_field_of_the_request_arrives(stub: Any, script: Script) -> None:
+    request = generation_pb2.GenerateRequest(
+        adapter=generation_pb2.AdapterRef(adapter="bot", owner="other", alias="canary"),
+        tokens=generation_pb2.TokenPrompt(ids=[5, 6]),
+        sampling=generation_pb2.SamplingParams(
+            max_tokens=9,
+            temperature=0,
+            top_p=0.5,
+            top_k=3,
+            min_p=0.25,
+            repetition_penalty=2,
+            seed=2**64 - 1,
+            stop=["END"],
+            stop_token_ids=[4],
+            ignore_eos=True,
+        ),
+        fallback=generation_pb2.FALLBACK_MODE_ANY,
+        request_id="mine",
+        split_unit="eve",
+        cache_salt=b"pepper",
+    )
+    await read(stub.Generate(request, metadata=KEY))
+    assert script.requests == [
+        GenerationRequest(
+            key_digest=hashlib.sha256(SECRET.encode()).digest(),
+            target=Target("bot", "other", "canary"),
+            prompt=TokenPrompt((5, 6)),
+            choice=Choice(
+                max_tokens=9,
+                temperature=0,
+                top_p=0.5,
+                top_k=3,
+                min_p=0.25,
+                repetition_penalty=2,
+                seed=2**64 - 1,
+                stop=("END",),
+                stop_token_ids=(4,),
+                ignore_eos=True,
+            ),
+            fallback=FallbackMode.ANY,
+            request_id="mine",
+            split_unit="eve",
+            sub_salt=b"pepper",
+        )
+    ]
+
+
+async def test_what_is_not_set_has_its_default(stub: Any, script: Script) -> None:
+    chat = generation_pb2.ChatPrompt(messages=[generation_pb2.ChatMessage(role="user", content="hi")])
+    version = generation_pb2.AdapterRef(adapter="bot", version=VERSION)
+    await read(stub.Generate(generation_pb2.GenerateRequest(chat=chat, adapter=version), metadata=KEY))
+    await read(stub.Generate(TEXT, metadata=KEY))
+    first, second = script.requests
+    assert (first.prompt, first.target) == (ChatPrompt((("user", "hi"),)), Target("bot", version=VERSION))
+    assert (second.prompt, second.target, second.choice) == (TextPrompt("hello"), Target(), Choice())
+    assert (second.fallback, second.deadline_s) == (FallbackMode.NONE, None)
+
+
+async def test_a_message_without_new_tokens_has_no_chunk(stub: Any, script: Script) -> None:
+    script.parts = [Part(SERVED, Piece(0, (), "", End("length", 3, 0)))]
+    (only,) = await read(stub.Generate(TEXT, metadata=KEY))
+    assert only.HasField("served")
+    assert not only.HasField("chunk")
+    assert only.finish.reason == generation_pb2.FINISH_REASON_LENGTH

@@ -1,0 +1,61 @@
+"""Settings come from the environment, and a bad one stops the start by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from dataplane.__main__ import main
+from dataplane.settings import Settings
+
+
+def test_settings_are_read_by_prefix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VENEER_DATAPLANE_MODEL_DIR", str(tmp_path))
+    monkeypatch.setenv("VENEER_DATAPLANE_KV_BYTES", "1000000")
+    monkeypatch.setenv("VENEER_DATAPLANE_ENROLLMENT_TOKEN", "vnr_secret")
+    settings = Settings()
+    assert (settings.model_dir, settings.kv_budget) == (tmp_path, 1_000_000)
+    assert "vnr_secret" not in repr(settings)
+
+
+def test_sizes_that_are_not_set_follow_from_the_machine(tmp_path: Path) -> None:
+    settings = Settings(model_dir=tmp_path)
+    assert 0 < settings.kv_budget <= 8 << 30
+    assert 0 < settings.arena_budget < settings.host_cache_budget * 2
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"max_rank": "0"},
+        {"dtype": "int8"},
+        {"t_stale_s": "1", "resolve_age_s": "2"},
+        {"tls_certificate": "cert.pem"},
+        {"resolve_age_s": "6"},
+        {"unknown": "1"},
+    ],
+)
+def test_a_bad_value_is_refused(tmp_path: Path, fault: dict[str, str]) -> None:
+    with pytest.raises(ValidationError):
+        Settings(model_dir=tmp_path, **fault)
+
+
+def test_a_bad_value_stops_the_start_and_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VENEER_DATAPLANE_MAX_RANK", "many")
+    assert main(["serve"]) == 2
+    said = capsys.readouterr().err
+    assert "VENEER_DATAPLANE_MAX_RANK: " in said
+    assert "VENEER_DATAPLANE_MODEL_DIR: " in said
+    assert "many" not in said
+
+
+def test_the_serving_process_never_loads_torch() -> None:
+    code = "import sys, dataplane.__main__, dataplane.node; print([m for m in ('torch', 'sqlalchemy', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,208 @@
+"""Only the version's own bytes ever become an image, whatever the store does."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.dataplane.doubles import FolderSource
+from tests.fixtures.adapters import make_adapter_folder
+
+from dataplane.catalog_client import Blob
+from dataplane.lora.host_cache import HostCache, HostCacheFullError
+from dataplane.lora.image import open_image
+from dataplane.store import AdapterStore, CorruptVersionError, StoreLimits, UnloadableVersionError
+from veneer.artifact import BaseDescription, Limits
+from veneer.errors import FailedPreconditionError, PermissionDeniedError, UnavailableError
+
+CUT = UnavailableError("cut")
+
+
+class Shelf:
+    """A store over a folder source, with its cache."""
+
+    def __init__(self, tmp_path: Path, base: BaseDescription) -> None:
+        self.base = base
+        self.tmp_path = tmp_path
+        self.source = FolderSource(make_adapter_folder(tmp_path / "adapter", base, ranks=4), base_digest=base.digest)
+        self.cache = HostCache(tmp_path / "images", max_bytes=1 << 20)
+        self.evicted: list[str] = []
+        self.store = self.build()
+
+    def build(self, limits: Limits | None = None, *, max_fetches: int = 8) -> AdapterStore:
+        return AdapterStore(
+            self.source,
+            cache=self.cache,
+            on_evicted=self.evicted.extend,
+            base=self.base,
+            folder=self.tmp_path / "work",
+            dtype="float32",
+            artifact_limits=limits or Limits(),
+            limits=StoreLimits(max_fetches=max_fetches, max_resumes=3, backoff_s=0.001),
+        )
+
+    @property
+    def version(self) -> str:
+        return self.source.version
+
+    def has_left_nothing(self) -> bool:
+        return not list((self.tmp_path / "work").iterdir()) and not list((self.tmp_path / "images").iterdir())
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, tiny_base: BaseDescription) -> Shelf:
+    return Shelf(tmp_path, tiny_base)
+
+
+async def test_a_version_becomes_an_image_in_the_cache(shelf: Shelf) -> None:
+    path = await shelf.store.fetch(shelf.version)
+    image = open_image(path, version=shelf.version, dtype="float32")
+    assert (image.base_digest, image.rank) == (shelf.base.digest, 4)
+    assert shelf.cache.find(shelf.version) == path
+    assert shelf.cache.num_bytes == path.stat().st_size
+    assert not list((shelf.tmp_path / "work").iterdir())
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def short(data: bytes) -> bytes:
+    return data[:-1]
+
+
+def long(data: bytes) -> bytes:
+    return data + b"x"
+
+
+def error_page(data: bytes) -> bytes:
+    return b"<html>not found</html>"
+
+
+def empty(data: bytes) -> bytes:
+    return b""
+
+
+@pytest.mark.parametrize("fault", [flipped, short, long, error_page, empty])
+async def test_wrong_bytes_are_read_again_once_and_then_right(shelf: Shelf, fault: Callable[[bytes], bytes]) -> None:
+    shelf.source.faults = [None, fault]
+    await shelf.store.fetch(shelf.version)
+    assert shelf.store.num_corrupt == 1
+    assert shelf.source.reported == []
+
+
+@pytest.mark.parametrize("fault", [flipped, short, long, error_page, empty])
+@pytest.mark.parametrize("place", [0, 1])
+async def test_bytes_that_are_wrong_twice_are_refused_and_reported(
+    shelf: Shelf, fault: Callable[[bytes], bytes], place: int
+) -> None:
+    shelf.source.faults = [fault, fault] if place == 0 else [None, fault, None, fault]
+    with pytest.raises(CorruptVersionError):
+        await shelf.store.fetch(shelf.version)
+    assert shelf.source.reported == [shelf.version]
+    assert shelf.has_left_nothing()
+
+
+async def test_a_store_that_names_other_files_is_not_believed(shelf: Shelf) -> None:
+    config, weights = shelf.source.grant.blobs
+    grant = shelf.source.grant
+    for blobs in (
+        (config, dataclasses.replace(weights, digest="0" * 64)),
+        (config, dataclasses.replace(weights, digest="nonsense")),
+        (config, dataclasses.replace(weights, name="../../escape")),
+        (config, weights, weights),
+        (config,),
+        (),
+        (config, weights, Blob("extra.bin", "0" * 64, 1, "")),
+    ):
+        shelf.source.grant = dataclasses.replace(grant, blobs=blobs)
+        with pytest.raises(CorruptVersionError):
+            await shelf.store.fetch(shelf.version)
+    shelf.source.grant = dataclasses.replace(grant, owner="mallory")
+    with pytest.raises(CorruptVersionError):
+        await shelf.store.fetch(shelf.version)
+    assert shelf.source.offsets == []
+    assert shelf.has_left_nothing()
+
+
+async def test_a_version_for_another_base_is_not_even_read(shelf: Shelf) -> None:
+    shelf.source.grant = dataclasses.replace(shelf.source.grant, base_digest="1" * 64)
+    with pytest.raises(UnloadableVersionError, match="another base"):
+        await shelf.store.fetch(shelf.version)
+    assert shelf.source.offsets == []
+
+
+async def test_a_transfer_that_is_cut_goes_on_where_it_stopped(shelf: Shelf) -> None:
+    shelf.source.faults = [None, CUT, CUT]
+    await shelf.store.fetch(shelf.version)
+    config_offset, *weights_offsets = shelf.source.offsets
+    assert (config_offset, weights_offsets[0]) == (0, 0)
+    assert weights_offsets == sorted(set(weights_offsets))
+    assert len(weights_offsets) == 3
+    assert shelf.store.num_corrupt == 0
+
+
+async def test_a_grant_that_ends_during_a_transfer_is_asked_for_again(shelf: Shelf) -> None:
+    shelf.source.faults = [None, PermissionDeniedError("the grant has ended")]
+    await shelf.store.fetch(shelf.version)
+    assert shelf.source.num_grants == 2
+
+
+async def test_a_store_that_stays_away_is_unavailable_and_not_corrupt(shelf: Shelf) -> None:
+    shelf.source.faults = [CUT] * 4
+    with pytest.raises(UnavailableError, match="the store cannot be read"):
+        await shelf.store.fetch(shelf.version)
+    assert shelf.source.reported == []
+    assert shelf.has_left_nothing()
+
+
+async def test_a_version_that_may_not_be_served_any_more_is_refused(shelf: Shelf) -> None:
+    with pytest.raises(FailedPreconditionError, match="cannot be served any more"):
+        await shelf.store.fetch("f" * 64)
+
+
+async def test_a_version_beyond_the_nodes_own_limits_is_refused_but_not_reported(shelf: Shelf) -> None:
+    shelf.store = shelf.build(Limits(max_rank=3))
+    with pytest.raises(UnloadableVersionError):
+        await shelf.store.fetch(shelf.version)
+    shelf.store = shelf.build(Limits(max_weights_bytes=100))
+    with pytest.raises(UnloadableVersionError, match="larger than this node loads"):
+        await shelf.store.fetch(shelf.version)
+    assert shelf.source.reported == []
+
+
+async def test_an_image_makes_room_for_itself_and_says_for_whom_not(shelf: Shelf) -> None:
+    shelf.cache.path("old").write_bytes(b"x" * (1 << 20))
+    shelf.cache.add("old", size_bytes=1 << 20)
+    shelf.cache.hold("old")
+    with pytest.raises(HostCacheFullError):
+        await shelf.store.fetch(shelf.version)
+    assert shelf.cache.num_bytes == 1 << 20
+    shelf.cache.let_go("old")
+    await shelf.store.fetch(shelf.version)
+    assert shelf.evicted == ["old"]
+
+
+async def test_fetches_at_the_same_time_are_bounded(shelf: Shelf) -> None:
+    shelf.store = shelf.build(max_fetches=2)
+    await asyncio.gather(*(shelf.store.fetch(shelf.version) for _ in range(6)))
+    assert shelf.source.max_running == 2
+
+
+async def test_a_fetch_that_is_cancelled_leaves_nothing_behind(shelf: Shelf) -> None:
+    task = asyncio.create_task(shelf.store.fetch(shelf.version))
+    while not shelf.source.offsets:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert shelf.has_left_nothing()
+
+
+async def test_what_an_earlier_process_left_is_removed(shelf: Shelf) -> None:
+    (shelf.tmp_path / "work" / "half").write_bytes(b"x")
+    shelf.build()
+    assert shelf.has_left_nothing()
