@@ -172,7 +172,7 @@ class Engine:
         self._steps += 1
         self._max_adapters = max(self._max_adapters, num_adapters)
         self._max_rows = max(self._max_rows, plan.num_tokens)
-        self._mixed_steps += len(slots) > 1
+        self._mixed_steps += num_adapters >= 2 and -1 in slots
 
     def _state(self, token: int) -> State:
         residency, scheduler = self._adapters.residency, self._scheduler
