@@ -46,7 +46,11 @@ class DeviceAdapters:
         self.residency = Residency(config.max_slots, num_units=arena.num_units, unit_bytes=config.arena_unit_bytes)
         self._paths: dict[str, Path] = {}
         self._asked: set[str] = set()
-        self._work: queue.SimpleQueue[tuple[str, Path] | None] = queue.SimpleQueue()
+        self._staged: dict[str, int] = {}
+        self._num_staged = 0
+        self._lock = threading.Lock()
+        self._fault: Exception | None = None
+        self._work: queue.SimpleQueue[tuple[str, Path, int] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Copied | Note] = queue.SimpleQueue()
         self._poked = False
         self._blocked = False
@@ -83,13 +87,17 @@ class DeviceAdapters:
     def stage(self, version: str, path: str) -> None:
         """Hears that a version's image lies at a path; it is opened beside the step loop."""
         self._asked.add(version)
-        self._work.put((version, Path(path)))
+        self._num_staged += 1
+        self._staged[version] = self._num_staged
+        self._work.put((version, Path(path), self._num_staged))
 
     def unstage(self, version: str, *, drop_device: bool) -> None:
         """Hears that a version's image is gone from host memory."""
-        self._paths.pop(version, None)
+        with self._lock:
+            self._staged.pop(version, None)
+            self._paths.pop(version, None)
+            self.residency.unstage(version, drop_device=drop_device)
         self._asked.discard(version)
-        self.residency.unstage(version, drop_device=drop_device)
 
     def is_in_host(self, version: str) -> bool:
         """Whether an image of the version is known in host memory."""
@@ -102,7 +110,13 @@ class DeviceAdapters:
             self._work.put(None)
 
     def settle(self) -> list[Note]:
-        """Makes what was copied visible; called between steps. Returns what happened since the last call."""
+        """Makes what was copied visible; called between steps. Returns what happened since the last call.
+
+        Raises:
+            Exception: What ended the copying thread; the engine cannot go on without it.
+        """
+        if self._fault is not None:
+            raise self._fault
         notes: list[Note] = []
         while not self._done.empty():
             done = self._done.get()
@@ -141,6 +155,13 @@ class DeviceAdapters:
 
     def _run(self) -> None:
         """The copying thread."""
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001 - `settle` raises it in the step loop
+            self._fault = error
+            self._wake.set()
+
+    def _serve(self) -> None:
         while True:
             work = self._work.get()
             if self._stopping:
@@ -154,15 +175,15 @@ class DeviceAdapters:
                 self._copy(plan)
             self._blocked = any(version in self._paths for version in self.residency.wanted())
 
-    def _open(self, version: str, path: Path) -> None:
+    def _open(self, version: str, path: Path, number: int) -> None:
         try:
             image = open_image(path, version=version, dtype=self._config.dtype)
             self._arena.check(image)
-            if image.rank > self._config.max_rank:
-                violation = Violation("rank", f"must be at most {self._config.max_rank}, is {image.rank}")
-                raise InvalidArgumentError.of([violation])
-            self._paths[version] = path
-            self.residency.stage(version, rank=image.rank, blocks=image.block_bytes)
+            self._check_rank(image)
+            with self._lock:
+                if self._staged.get(version) == number:
+                    self.residency.stage(version, rank=image.rank, blocks=image.block_bytes)
+                    self._paths[version] = path
         except (CorruptImageError, OSError):
             self._report(Moved(version, "corrupt"))
         except VeneerError as error:
@@ -170,20 +191,24 @@ class DeviceAdapters:
         else:
             self._wake.set()
 
+    def _check_rank(self, image: Image) -> None:
+        if image.rank > self._config.max_rank:
+            raise InvalidArgumentError.of([Violation("rank", f"must be at most {self._config.max_rank}, is {image.rank}")])
+
     def _copy(self, plan: LoadPlan) -> None:
         started = time.monotonic()
         for evicted in plan.evicted:
             self._report(Moved(evicted.version, "host"))
         path = self._paths.get(plan.version)
+        if path is None:  # taken away meanwhile
+            self.residency.fail(plan, retry=False)
+            return
         try:
-            if path is None:
-                raise CorruptImageError("the image was taken away")
             image = open_image(path, version=plan.version, dtype=self._config.dtype)
             self._arena.copy(image, plan.extents)
         except (CorruptImageError, OSError):
             self.residency.fail(plan, retry=False)
-            if path is not None:
-                self._report(Moved(plan.version, "corrupt"))
+            self._report(Moved(plan.version, "corrupt"))
             return
         self._done.put(_Copied(plan, image, time.monotonic() - started))
         self._wake.set()

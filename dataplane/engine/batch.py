@@ -33,8 +33,9 @@ class FilledStep:
 class StepBuffers:
     """Owned by the runner. The record that `fill` returns is valid until the next `fill`.
 
-    The block is int64: ids, positions and cache rows [max_step_tokens each], lengths and sampled rows [max_sequences each], then the
-    page lists of the step. On the CPU the model reads this very memory; elsewhere one copy moves the used part to the device.
+    The block is int64: ids, positions and cache rows [max_step_tokens each], lengths and sampled rows [max_sequences each],
+    then the page lists of the step. On the CPU the model reads this very memory; elsewhere one copy moves the used part to the
+    device.
     """
 
     def __init__(self, *, max_step_tokens: int, max_sequences: int, max_pages: int, device: torch.device) -> None:

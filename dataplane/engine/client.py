@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import logging
-import os
-import socket
-import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dataplane.engine.config import EngineConfig
+from dataplane.engine.link import Link, ProcessLink, ThreadLink
 from dataplane.engine.messages import (
     Abort,
     Command,
@@ -33,15 +28,10 @@ from dataplane.engine.messages import (
     Tokens,
     Unstage,
     Wanted,
-    decode,
-    encode,
 )
 from veneer import errors
 from veneer.errors import UnavailableError, VeneerError
 
-_log = logging.getLogger(__name__)
-_LINE_LIMIT = 64 << 20
-_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _STATUSES: dict[str, type[VeneerError]] = {
     kind.status: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, VeneerError)
 }
@@ -72,7 +62,7 @@ class EngineClient:
         self._stopping = False
         self._dead = False
         self._outbox: list[Command] = []
-        self._link: _Link
+        self._link: Link
 
     @classmethod
     async def start(cls, config: EngineConfig, *, in_process: bool = False, timeout_s: float = 300.0) -> EngineClient:
@@ -88,7 +78,8 @@ class EngineClient:
             UnavailableError: It ended before it was ready, or was not ready in time.
         """
         client = cls()
-        link = _ThreadLink(client) if in_process else _ProcessLink(client)
+        link_type = ThreadLink if in_process else ProcessLink
+        link: Link = link_type(client._receive, client._died)
         client._link = link
         try:
             async with asyncio.timeout(timeout_s):
@@ -180,7 +171,8 @@ class EngineClient:
         try:
             self._send(Query(token))
             async with asyncio.timeout(timeout_s):
-                return await answer
+                state: State = await answer
+                return state
         except TimeoutError as error:
             raise UnavailableError(f"the engine did not answer within {timeout_s:g} s") from error
         finally:
@@ -207,7 +199,7 @@ class EngineClient:
         if commands and not self._dead:
             self._link.send(commands)
 
-    def receive(self, events: Iterable[Event]) -> None:
+    def _receive(self, events: Iterable[Event]) -> None:
         """Hands events to whom they concern; called by the link, in the event loop."""
         for event in events:
             match event:
@@ -226,14 +218,22 @@ class EngineClient:
                 case State(token=token):
                     if (answer := self._queries.get(token)) is not None and not answer.done():
                         answer.set_result(event)
-                case Wanted():
-                    _call(self.on_wanted, event)
-                case Moved():
-                    _call(self.on_moved, event)
-                case NotFinite():
-                    _call(self.on_not_finite, event)
+                case _:
+                    self._notify(event)
 
-    def died(self) -> None:
+    def _notify(self, event: Event) -> None:
+        callback: Callable[[Any], None] | None = None
+        match event:
+            case Wanted():
+                callback = self.on_wanted
+            case Moved():
+                callback = self.on_moved
+            case NotFinite():
+                callback = self.on_not_finite
+        if callback is not None:
+            callback(event)
+
+    def _died(self) -> None:
         """Ends every stream; called by the link when no event can come any more."""
         if self._dead:
             return
@@ -254,149 +254,3 @@ class EngineClient:
         stream = self._streams.get(request_id)
         if stream is not None:
             stream.put_nowait(item)
-
-
-def _call(callback: Callable[[Any], None] | None, event: Event) -> None:
-    if callback is not None:
-        callback(event)
-
-
-class _Link(Protocol):
-    """How commands and events travel."""
-
-    @property
-    def pid(self) -> int | None: ...
-
-    async def open(self, config: EngineConfig) -> None: ...
-
-    def send(self, commands: list[Command]) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class _ProcessLink:
-    """An engine in a process of its own, on one end of a socket pair."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-        self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id."""
-        return None if self._process is None else self._process.pid
-
-    async def open(self, config: EngineConfig) -> None:
-        """Starts the process and sends the settings."""
-        ours, theirs = socket.socketpair()
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "dataplane.engine", "--fd", str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),), env=_child_environment(),
-            )  # fmt: skip
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=_LINE_LIMIT)
-        self._writer.write(config.to_json().encode() + b"\n")
-        self._reading = asyncio.create_task(self._read(reader))
-
-    def send(self, commands: list[Command]) -> None:
-        """Writes lines."""
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(b"".join(map(encode, commands)))
-
-    async def close(self) -> None:
-        """Waits for the process to end, then makes it end."""
-        if self._process is not None:
-            try:
-                async with asyncio.timeout(20):
-                    if self._writer is not None and self._writer.can_write_eof() and not self._writer.is_closing():
-                        self._writer.write_eof()
-                    await self._process.wait()
-            except (TimeoutError, OSError):
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
-                await self._process.wait()
-        if self._reading is not None:
-            await self._reading
-        if self._writer is not None:
-            self._writer.close()
-            with contextlib.suppress(OSError):
-                await self._writer.wait_closed()
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while line := await reader.readline():
-                self._client.receive((decode(line),))  # type: ignore[arg-type]
-        except (OSError, ValueError):
-            pass  # a torn line: the process died while it wrote
-        finally:
-            self._client.died()
-
-
-class _ThreadLink:
-    """An engine in a thread of this process."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-        self._loop = asyncio.get_running_loop()
-        self._engine: Any = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """None."""
-        return None
-
-    async def open(self, config: EngineConfig) -> None:
-        """Starts the thread."""
-        self._thread = threading.Thread(target=self._run, args=(config,), name="engine", daemon=True)
-        self._thread.start()
-
-    def send(self, commands: list[Command]) -> None:
-        """Hands commands over."""
-        for command in commands:
-            self._engine.send(command)
-
-    async def close(self) -> None:
-        """Waits for the thread."""
-        if self._thread is not None:
-            if self._engine is not None:
-                self._engine.send(Stop())
-            await asyncio.to_thread(self._thread.join)
-
-    def _run(self, config: EngineConfig) -> None:
-        from dataplane.engine.engine import Engine
-
-        try:
-            self._engine = Engine(config, lambda events: self._post(self._client.receive, tuple(events)))
-            self._engine.run()
-        except VeneerError as error:
-            self._post(self._client.receive, (Failed("", error.status, error.message),))
-        except Exception:
-            _log.exception("the engine failed")
-        finally:
-            self._post(self._client.died)
-
-    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is gone
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-
-def _child_environment() -> dict[str, str]:
-    """The environment of this process, with huge pages asked of malloc (a third of the step time on the CPU, 64 rows of SmolLM2)
-    and with the folder that this package came from on the import path.
-    """
-    environment = dict(os.environ)
-    tunables = environment.get("GLIBC_TUNABLES")
-    if tunables is None or "glibc.malloc.hugetlb" not in tunables:
-        environment["GLIBC_TUNABLES"] = f"{tunables}:{_HUGE_PAGES}" if tunables else _HUGE_PAGES
-    root = str(Path(__file__).resolve().parents[2])
-    paths = environment.get("PYTHONPATH", "").split(os.pathsep) if environment.get("PYTHONPATH") else []
-    environment["PYTHONPATH"] = os.pathsep.join([root, *(path for path in paths if path != root)])
-    return environment

@@ -1,4 +1,4 @@
-"""The order in which waiting requests are considered: tenants by virtual time, each tenant's own requests first come first served."""
+"""The order of waiting requests: tenants by virtual time, each tenant's own requests first come first served."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class _Tenant:
 class FairQueue:
     """Waiting sequences. A tenant's virtual time grows by served tokens over its weight; the least goes first.
 
-    A tenant that comes back after a pause starts at the queue's clock (the time of what was admitted last), so that idling banks no
-    credit. Of many idle tenants the half that owes least is forgotten. Owned by the scheduler.
+    A tenant that comes back after a pause starts at the queue's clock (the time of what was admitted last), so that idling
+    banks no credit. Of many idle tenants the half that owes least is forgotten. Owned by the scheduler.
     """
 
     def __init__(self) -> None:

@@ -28,8 +28,7 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         """Hands out pages; their old contents must be cleared before use. `count` must not exceed `num_free`."""
         assert count <= len(self._free), f"{count} pages of {len(self._free)} free"
-        taken = [self._free.pop() for _ in range(count)]
-        return taken
+        return [self._free.pop() for _ in range(count)]
 
     def give_back(self, pages: list[int]) -> None:
         """Takes pages back and empties the caller's list."""

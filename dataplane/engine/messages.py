@@ -24,7 +24,8 @@ class Sampling:
         top_k: Keep so many of the likeliest tokens; 0 keeps all.
         min_p: Keep tokens at least this likely relative to the likeliest; [0, 1].
         repetition_penalty: Divides (positive) or multiplies (negative) logits of tokens seen in prompt or output; 1 does nothing.
-        seed: Seed of this request's own noise: token i uses noise that depends on (seed, i) only. Never None: the front draws one.
+        seed: Seed of this request's own noise: token i uses noise that depends on (seed, i) only. Never None: the front draws
+            one.
         stop_token_ids: Tokens that end the sequence, the model's end-of-sequence tokens included unless the caller ignores them.
     """
 
@@ -65,7 +66,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Ends a request; everything it holds is free within one step. Unknown or finished ids are ignored. No event follows."""
+    """Ends a request; all it holds is free within one step. Unknown or finished ids are ignored. No event follows."""
 
     request_id: str
 
@@ -80,7 +81,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Unstage:
-    """Takes a version away (retired, quarantined, host copy evicted). `drop_device` frees its device copy once no lease is held."""
+    """Takes a version away (retired, quarantined, host copy evicted).
+
+    `drop_device` gives out no more leases and frees its device copy once none is held.
+    """
 
     version: str
     drop_device: bool = False
@@ -229,7 +233,7 @@ _KINDS: dict[str, type[Any]] = {
 
 def encode(message: Command | Event) -> bytes:
     """Returns one line of JSON, newline included."""
-    return json.dumps([type(message).__name__, dataclasses.asdict(message)], separators=(",", ":")).encode() + b"\n"
+    return json.dumps([type(message).__name__, message], separators=(",", ":"), default=_fields).encode() + b"\n"
 
 
 def decode(line: bytes) -> Command | Event:
@@ -243,6 +247,11 @@ def decode(line: bytes) -> Command | Event:
         return _build(_KINDS[kind], fields)  # type: ignore[no-any-return]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError("not an engine message") from error
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """Returns a dataclass's fields without copying them, as `dataclasses.asdict` would: a prompt may have 100,000 tokens."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 def _build(kind: type[Any], fields: dict[str, Any]) -> Any:

@@ -21,7 +21,8 @@ class PlannedRows:
         num_pages_before: Entries of the table that were there already.
         sampling: How to choose the token after the last row; None when the rows do not reach the end of the sequence.
         sample_index: Index of that token in the output.
-        history: Prompt and output so far when the seat's seen tokens must be set up (a repetition penalty, first rows), else None.
+        history: Prompt and output so far when the seat's seen tokens must be set up (a repetition penalty, first rows), else
+            None.
     """
 
     seat: int

@@ -21,9 +21,9 @@ _PR_SET_PDEATHSIG = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves one engine on a socket and returns the exit status.
 
-    The first line that comes is the `EngineConfig`; then commands. The first event is `Ready`, or `Failed` without a request id when
-    the engine cannot start. The process ends with its parent: by the kernel's signal where there is one, and at the end of the
-    socket's stream.
+    The first line that comes is the `EngineConfig`; then commands. The first event is `Ready`, or `Failed` without a request id
+    when the engine cannot start. The process ends with its parent: by the kernel's signal where there is one, and at the end of
+    the socket's stream.
     """
     parser = argparse.ArgumentParser(prog="dataplane.engine", description="One engine on an inherited socket.")
     parser.add_argument("--fd", type=int, required=True, help="descriptor of a connected stream socket")

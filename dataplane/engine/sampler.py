@@ -34,9 +34,9 @@ class Sampler:
     """Turns logits into tokens, each row by itself: neither its neighbours nor its place in the batch matter.
 
     Per row: repetition penalty, then temperature, then the filters in this order: the `top_k` likeliest; of their renormalised
-    probabilities the shortest prefix that reaches `top_p`; those with at least `min_p` times the likeliest probability. The token is
-    the inverse cumulative distribution of what is kept, likeliest first, at the request's own uniform noise. Temperature 0 takes the
-    likeliest token. Owned by the runner.
+    probabilities the shortest prefix that reaches `top_p`; those with at least `min_p` times the likeliest probability. The
+    token is the inverse cumulative distribution of what is kept, likeliest first, at the request's own uniform noise.
+    Temperature 0 takes the likeliest token. Owned by the runner.
     """
 
     def __init__(self, *, max_sequences: int, vocab_size: int, device: torch.device) -> None:
@@ -61,8 +61,9 @@ class Sampler:
             rows: The S planned rows that sample.
 
         Returns:
-            Token ids int64 [S], and bool [S]: whether the row's logits were finite. Looking at the largest is enough: a value that is
-            not finite in a hidden state meets head weights of both signs, so the row holds a NaN (which `max` returns) or +inf.
+            Token ids int64 [S], and bool [S]: whether the row's logits were finite. Looking at the largest is enough: a value
+            that is not finite in a hidden state meets head weights of both signs, so the row holds a NaN (which `max` returns)
+            or +inf.
         """
         settings = [planned.sampling for planned in rows]
         assert None not in settings, "every row given to the sampler samples"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import enum
 import heapq
 import itertools
 from collections import deque
@@ -42,7 +43,8 @@ class Limits:
     """Limits of the scheduler; see `EngineConfig`.
 
     Attributes:
-        max_passes: Steps that may admit others before a waiting request that lacks pages, rank rows or a slot; then they wait too.
+        max_passes: Steps that may admit others before a waiting request that lacks pages, rank rows or a slot; then they wait
+            too.
         max_scan: Waiting requests considered in one step.
     """
 
@@ -55,12 +57,20 @@ class Limits:
     max_scan: int = 1024
 
 
+class _Lack(enum.Enum):
+    """What a waiting sequence lacks: pages; rank rows or a slot; or only that its image comes, or the barrier goes."""
+
+    PAGES = "pages"
+    ROOM = "room"
+    TURN = "turn"
+
+
 class Scheduler:
     """Owns all sequences and the page pool. Called by the step loop's thread only.
 
-    A step is `plan = schedule(now)`, run, `commit(plan, tokens)`. `schedule` counts what it plans as done, so the next step may be
-    planned before this one is committed: its decode rows then take the token that the device sampled last. A sequence that ends
-    while rows of it are still in flight keeps pages, seat and lease until they are committed; their token is dropped.
+    A step is `plan = schedule(now)`, run, `commit(plan, tokens)`. `schedule` counts what it plans as done, so the next step may
+    be planned before this one is committed: its decode rows then take the token that the device sampled last. A sequence that
+    ends while rows of it are still in flight keeps pages, seat and lease until they are committed; their token is dropped.
     """
 
     def __init__(self, limits: Limits, pool: PagePool, adapters: Adapters) -> None:
@@ -315,29 +325,35 @@ class Scheduler:
                 break
             if sequence.phase is not Phase.WAITING:
                 continue
-            version = sequence.submit.version
-            if version in missed or (version is not None and self._barrier is not None):
-                continue
-            if not self._has_pages(sequence):
+            lack = self._lack(sequence, missed)
+            if lack is None:
+                self._waiting.admit(sequence)
+                self._await_no_more(sequence.submit.version)
+                sequence.order = self._num_admitted
+                self._num_admitted += 1
+                budget -= self._start(sequence, planned, budget)
+            elif lack is not _Lack.TURN:
                 passed.append(sequence)
                 if sequence.passes >= self._limits.max_passes:
                     self._barrier = sequence
-                    break
-                continue
-            if version is not None and not self._lease(sequence, version, missed):
-                if version not in missed or self._adapters.is_starved(version):
-                    passed.append(sequence)
-                    if sequence.passes >= self._limits.max_passes:
-                        self._barrier = sequence
-                continue
-            self._waiting.admit(sequence)
-            self._await_no_more(version)
-            sequence.order = self._num_admitted
-            self._num_admitted += 1
-            budget -= self._start(sequence, planned, budget)
+                    if lack is _Lack.PAGES:
+                        break
         if self._num_admitted > num_before:
             for sequence in passed:
                 sequence.passes += 1
+
+    def _lack(self, sequence: Sequence, missed: set[str]) -> _Lack | None:
+        """Says what keeps a waiting sequence from starting; when nothing does, it holds its lease."""
+        version = sequence.submit.version
+        if version in missed or (version is not None and self._barrier is not None):
+            return _Lack.TURN
+        if not self._has_pages(sequence):
+            return _Lack.PAGES
+        if version is None or self._lease(sequence, version, missed):
+            return None
+        if version in missed and not self._adapters.is_starved(version):
+            return _Lack.TURN
+        return _Lack.ROOM
 
     def _has_pages(self, sequence: Sequence) -> bool:
         """Whether all known tokens and one more fit while every running sequence can still get a page."""

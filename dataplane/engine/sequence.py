@@ -20,8 +20,8 @@ class Sequence:
     """The one owner of a request's KV pages, seat and adapter lease. The scheduler alone changes it.
 
     `tokens` holds prompt and committed output. A step that samples for this sequence makes one more token *pending* until it is
-    committed; the step after may already be planned on it. So positions below `num_scheduled` are computed or planned, and there are
-    `len(tokens) + pending` positions to compute in all.
+    committed; the step after may already be planned on it. So positions below `num_scheduled` are computed or planned, and
+    there are `len(tokens) + pending` positions to compute in all.
 
     Attributes:
         submit: What was asked.

@@ -15,9 +15,9 @@ from dataplane.model.config import LlamaConfig
 class PagedKv:
     """Keys and values of all sequences, `[pages, layers, 2, page_size, kv_heads, head_dim]`.
 
-    One page is contiguous over all layers, so handing a page out clears it with one fill and moving it is one copy; inside, tokens
-    are the outer axis, so that a gather of pages is already the `[sequence, token, head, dim]` that attention reads, without another
-    transposing copy, and appending a token writes one run of memory.
+    One page is contiguous over all layers, so handing a page out clears it with one fill and moving it is one copy; inside,
+    tokens are the outer axis, so that a gather of pages is already the `[sequence, token, head, dim]` that attention reads,
+    without another transposing copy, and appending a token writes one run of memory.
 
     Page 0 belongs to nobody and stays zero: page tables are padded with it.
 
@@ -79,9 +79,10 @@ class Attention(Protocol):
 class TorchAttention:
     """Attention from PyTorch's own operations.
 
-    Decode rows go together: their pages are gathered by table and attended to in one masked product, in which the query heads that
-    share a key head stand where a sequence of queries would (grouped-query attention without repeated keys). Prefill chunks go one
-    by one. The mask replaces scores (−inf is selected, nothing is multiplied), and values behind it are zeros or the sequence's own.
+    Decode rows go together: their pages are gathered by table and attended to in one masked product, in which the query heads
+    that share a key head stand where a sequence of queries would (grouped-query attention without repeated keys). Prefill
+    chunks go one by one. The mask replaces scores (−inf is selected, nothing is multiplied), and values behind it are zeros or
+    the sequence's own.
     """
 
     def __init__(self, config: LlamaConfig, kv: PagedKv) -> None:

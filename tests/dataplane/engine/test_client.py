@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from dataplane.engine import client as module
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Moved, NotFinite, Sampling, State, Submit
@@ -302,10 +301,3 @@ async def test_stopping_ends_running_requests_unavailable_and_the_process(starte
 async def test_a_start_that_cannot_work_is_refused_with_its_reason(tiny_config: Make, *, in_process: bool) -> None:
     with pytest.raises(FailedPreconditionError, match="do not fit into memory"):
         await EngineClient.start(tiny_config(kv_bytes=1 << 50), in_process=in_process)
-
-
-def test_the_child_gets_huge_pages_and_keeps_other_tunables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    assert module._child_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
-    assert module._child_environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=1:glibc.malloc.hugetlb=1"

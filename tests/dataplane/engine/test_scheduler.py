@@ -159,7 +159,7 @@ class Loop:
 def assert_idle(scheduler: Scheduler, adapters: FakeAdapters | None = None) -> None:
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_pages_used) == (0, 0, 0)
     assert scheduler.request_ids == ()
-    assert scheduler._active == {} and scheduler._active_rows == 0 and scheduler._awaited == {}
+    assert (scheduler._active, scheduler._active_rows, scheduler._awaited) == ({}, 0, {})
     assert sorted(scheduler._seats) == list(range(scheduler._limits.max_sequences))
     if adapters is not None:
         assert adapters.leases == {}

@@ -1,0 +1,60 @@
+"""Layers against their formulas in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dataplane.model.config import parse_config
+from dataplane.model.layers import Rotary, rms_norm, rotary_frequencies, rotate, silu_mul
+
+FIELDS = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_hidden_layers": 1, "vocab_size": 10, "max_position_embeddings": 64, "rope_theta": 1e4,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_layers_follow_their_formulas_in_each_dtype(dtype: torch.dtype, tolerance: float) -> None:
+    x, weight = torch.randn(5, 64).to(dtype), torch.rand(64).to(dtype)
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), exact, rtol=tolerance, atol=tolerance)
+    gate, up = x.double().chunk(2, -1)
+    exact = gate / (1 + (-gate).exp()) * up
+    torch.testing.assert_close(silu_mul(x).double(), exact, rtol=2 * tolerance, atol=2 * tolerance)
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
+    config = parse_config(FIELDS)
+    rotary = Rotary(config, max_context=64, dtype=torch.float32, device=torch.device("cpu"))
+    q, k = torch.randn(1, 4, 16), torch.randn(1, 4, 16)
+
+    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+        return rotate(x, *rotary.at(torch.tensor([position])))
+
+    torch.testing.assert_close(turned(q, 0), q)
+    torch.testing.assert_close(turned(q, 17).norm(dim=-1), q.norm(dim=-1))
+    near, far = (turned(q, 5) * turned(k, 2)).sum(-1), (turned(q, 45) * turned(k, 42)).sum(-1)
+    torch.testing.assert_close(near, far, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(near, (turned(q, 5) * turned(k, 3)).sum(-1), atol=1e-3)
+
+
+def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> None:
+    plain = rotary_frequencies(parse_config(FIELDS))
+    scaled = rotary_frequencies(parse_config(FIELDS | {"rope_scaling": LLAMA3}))
+    waves = 2 * math.pi / plain
+    for wave, before, after in zip(waves.tolist(), plain.tolist(), scaled.tolist(), strict=True):
+        if wave < 16:
+            assert after == before
+        elif wave > 64:
+            assert after == pytest.approx(before / 8)
+        else:
+            share = (64 / wave - 1) / 3
+            assert after == pytest.approx((1 - share) * before / 8 + share * before)
+    assert any(16 <= wave <= 64 for wave in waves.tolist())
