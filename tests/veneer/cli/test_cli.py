@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.adapters import make_adapter_folder
+from tests.veneer.cli.conftest import Outcome, Run
+from veneer.artifact import BaseDescription
+from veneer.local.stack import LocalStack
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+SECRET = re.compile(r"vnr_[A-Za-z0-9_-]{43}")
+
+
+@pytest.fixture
+def veneer(run: Run, stack: LocalStack) -> Run:
+    """Runs a command against the local stack."""
+    return lambda *arguments: run("--state", stack.folder, *arguments)
+
+
+@pytest.fixture
+def make_folder(tmp_path: Path, model_base: BaseDescription) -> Callable[[int], Path]:
+    return lambda seed: make_adapter_folder(tmp_path / f"adapter-{seed}", model_base, seed=seed, scale=4.0)
+
+
+def ok(outcome: Outcome) -> str:
+    assert outcome.status == 0, outcome.err
+    return outcome.out
+
+
+def test_an_adapter_goes_from_folder_to_answer_and_back(veneer: Run, make_folder: Callable[[int], Path]) -> None:
+    assert "published acme/tour version 1" in ok(veneer("publish", make_folder(1), "--adapter", "tour", "--label", "first"))
+    published = json.loads(ok(veneer("publish", make_folder(2), "--adapter", "tour", "--json")))
+    assert published["version"]["number"] == "2"
+    listed = json.loads(ok(veneer("versions", "tour", "--json")))
+    assert [one["label"] for one in listed] == ["", "first"]
+    second, first = (one["digest"] for one in listed)
+
+    generate = ("generate", "hello", "--adapter", "tour", "--max-tokens", 4, "--temperature", 0, "--json")
+    assert served(veneer(*generate))["version"] == first
+    assert second[:12] in ok(veneer("alias", "tour", "2"))
+    assert served(veneer(*generate))["version"] == second
+    assert "75 %" in ok(veneer("split", "tour", "1=3", f"{second[:10]}=1"))
+    assert served(veneer(*generate, "--unit", "someone"))["sticky"] is True
+    assert f"{second[:12]} 100 %" in ok(veneer("rollback", "tour"))
+    assert f"{first[:12]} 100 %" in ok(veneer("rollback", "tour", "--to", "1"))
+    assert "retired tour version 2" in ok(veneer("retire", "tour", "v2"))
+    assert "first" in ok(veneer("versions", "tour"))
+    assert "tour" in ok(veneer("adapters"))
+
+
+def served(outcome: Outcome) -> dict[str, object]:
+    events = [json.loads(line) for line in ok(outcome).splitlines()]
+    assert list(events[-1]) == ["finish"]
+    found = events[0]["served"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_text_goes_to_standard_output_and_what_served_it_beside(veneer: Run) -> None:
+    outcome = veneer("generate", "hello", "--max-tokens", 4, "--temperature", 0, "--raw")
+    assert "[base]" in outcome.err
+    assert "4 out" in outcome.err
+    assert "[base]" not in ok(outcome)
+
+
+def test_a_fallback_is_announced(veneer: Run) -> None:
+    outcome = veneer("generate", "hello", "--adapter", "absent", "--max-tokens", 2, "--fallback", "any")
+    ok(outcome)
+    assert "in place of the adapter: not found" in outcome.err
+
+
+def test_another_tenant_uses_a_granted_adapter_and_no_other(veneer: Run, make_folder: Callable[[int], Path]) -> None:
+    ok(veneer("publish", make_folder(3), "--adapter", "shared"))
+    ok(veneer("tenant", "create", "guest", "--weight", 2))
+    key = ok(veneer("key", "create", "--tenant", "guest", "--role", "caller")).strip()
+    assert SECRET.fullmatch(key)
+    use = ("--key", key, "generate", "hello", "--owner", "acme", "--adapter", "shared", "--max-tokens", 2)
+    refused = veneer(*use)
+    assert refused.status == 1
+    assert "NOT_FOUND" in refused.err
+    ok(veneer("grant", "create", "shared", "guest"))
+    assert "shared" in ok(veneer("grant", "list"))
+    assert "acme/shared version 1" in veneer(*use).err
+    ok(veneer("grant", "revoke", "shared", "guest"))
+    [listed] = json.loads(ok(veneer("key", "list", "--tenant", "guest", "--json")))
+    assert listed["roles"] == ["ROLE_CALLER"]
+    ok(veneer("key", "revoke", listed["id"], "--tenant", "guest"))
+    assert "guest" in ok(veneer("tenant", "list"))
+
+
+def test_status_shows_health_and_residency(veneer: Run) -> None:
+    out = ok(veneer("status"))
+    assert out.count("SERVING at 127.0.0.1") == 2
+    assert "KV pages" in out
+    assert json.loads(ok(veneer("status", "--json")))["residency"]["engine"]["running"] == 0
+
+
+def test_a_base_is_registered_once_and_listed(veneer: Run, model_dir: Path, model_base: BaseDescription) -> None:
+    assert model_base.digest in ok(veneer("base", "add", model_dir))
+    listed = json.loads(ok(veneer("base", "list", "--json")))
+    assert [base["digest"] for base in listed] == [model_base.digest]
+
+
+def test_a_bad_adapter_is_refused_with_every_fault(veneer: Run, make_folder: Callable[[int], Path]) -> None:
+    folder = make_folder(4)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 0, "use_qalora": True}))
+    outcome = veneer("publish", folder, "--adapter", "bad")
+    assert outcome.status == 1
+    assert outcome.err.count("•") >= 2
+    assert "INVALID_ARGUMENT" in outcome.err
+
+
+def test_an_unknown_or_doubtful_version_is_refused(veneer: Run, make_folder: Callable[[int], Path]) -> None:
+    ok(veneer("publish", make_folder(5), "--adapter", "versions"))
+    assert "has no version 9" in veneer("alias", "versions", "9").err
+    assert "named twice" in veneer("split", "versions", "1=1", "v1=2").err
+    assert "is not VERSION=WEIGHT" in veneer("split", "versions", "1").err
+    digest = json.loads(ok(veneer("versions", "versions", "--json")))[0]["digest"]
+    assert "ABORTED" in veneer("alias", "versions", digest, "--expect", 77).err

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.adapters import make_adapter_folder
+from tests.veneer.cli.conftest import Run
+from veneer.artifact import BaseDescription
+from veneer.cli.output import plain, print_error, size
+from veneer.cli.target import Target
+from veneer.errors import InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError, Violation
+from veneer.local.state import StackState, write_state
+
+KEY = "vnr_" + "k" * 43
+STATE = StackState(
+    control="127.0.0.1:1", control_operators="127.0.0.1:2", control_metrics="", data="127.0.0.1:3", data_operators="127.0.0.1:4",
+    data_metrics="", operator_key="operator", base_digest="d", base_name="tiny", tenant="acme", tenant_key="tenant",
+)  # fmt: skip
+
+
+def test_check_reports_what_an_adapter_holds(run: Run, model_dir: Path, model_base: BaseDescription, tmp_path: Path) -> None:
+    folder = make_adapter_folder(tmp_path / "good", model_base, ranks=3)
+    outcome = run("check", folder, "--base", model_dir, "--json")
+    report = json.loads(outcome.out)
+    assert (outcome.status, report["accepted"], report["report"]["max_rank"]) == (0, True, 3)
+    assert "q_proj, v_proj" in run("check", folder, "--base", model_dir).out
+
+
+def test_check_lists_every_fault_and_fails(run: Run, model_dir: Path, model_base: BaseDescription, tmp_path: Path) -> None:
+    folder = make_adapter_folder(tmp_path / "bad", model_base, config={"r": 0, "peft_type": "IA3"})
+    outcome = run("check", folder, "--base", model_dir)
+    assert outcome.status == 1
+    assert outcome.err.count("•") >= 2
+    violations = json.loads(run("check", folder, "--base", model_dir, "--json").out)["violations"]
+    assert len(violations) == outcome.err.count("•")
+
+
+def test_check_names_a_missing_file(run: Run, model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    outcome = run("check", tmp_path / "empty", "--base", model_dir)
+    assert outcome.status == 1
+    assert "adapter_config.json: is not in" in outcome.err
+
+
+def test_without_a_key_the_command_says_where_to_get_one(run: Run, tmp_path: Path) -> None:
+    outcome = run("--state", tmp_path, "adapters")
+    assert outcome.status == 1
+    assert "VENEER_API_KEY" in outcome.err
+    assert "VENEER_OPERATOR_KEY" in run("--state", tmp_path, "tenant", "list").err
+
+
+def test_a_plane_that_is_not_there_is_unavailable_with_advice(run: Run, tmp_path: Path) -> None:
+    outcome = run("--state", tmp_path, "--key", KEY, "--control", "127.0.0.1:1", "adapters")
+    assert outcome.status == 1
+    assert "UNAVAILABLE" in outcome.err
+    assert "veneer up" in outcome.err
+    assert KEY not in outcome.err + outcome.out
+    assert run("--state", tmp_path, "--control", "127.0.0.1:1", "--data", "127.0.0.1:1", "status").status == 1
+
+
+def test_down_without_a_stack_says_so(run: Run, tmp_path: Path) -> None:
+    outcome = run("--state", tmp_path / "absent", "down")
+    assert outcome.status == 0
+    assert "nothing runs" in outcome.out
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_wrong_role_is_refused_before_anything_is_sent(run: Run, tmp_path: Path) -> None:
+    outcome = run("--state", tmp_path, "--key", KEY, "key", "create", "--role", "admin")
+    assert "`admin` is no role; there are caller, owner, publisher" in outcome.err
+
+
+def test_wrong_usage_is_status_two(run: Run) -> None:
+    assert run("publish", "/no/such/folder").status == 2
+    assert run("generate", "hi", "--temperature", "9").status == 2
+
+
+def test_a_local_key_never_travels_to_another_plane(tmp_path: Path) -> None:
+    write_state(tmp_path, STATE)
+    Target(state_folder=tmp_path).client()
+    for elsewhere in ({"control": "other:7600"}, {"data": "other:7700"}, {"control_operators": "other:7601"}):
+        with pytest.raises(UnauthenticatedError):
+            Target(state_folder=tmp_path, **elsewhere).client()
+        with pytest.raises(UnauthenticatedError):
+            Target(state_folder=tmp_path, **elsewhere).operator()
+
+
+def test_what_others_wrote_cannot_steer_the_terminal() -> None:
+    assert plain("a\x1b[2Jb\x9b1mc\r\n\td\x07") == "a[2Jb1mc\n\td"
+
+
+def test_markup_of_others_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(InvalidArgumentError.of([Violation("x[bold]", "is [red]wrong[/red]")]))
+    assert "x[bold]: is [red]wrong[/red]" in capsys.readouterr().err
+
+
+def test_a_retry_delay_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(ResourceExhaustedError("full", retry_after_s=2.5))
+    assert "Try again in 2.5 s." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (938_274, "938.3 kB"), (4e9, "4.0 GB")]
+)
+def test_sizes_are_for_people(bytes_: int, text: str) -> None:
+    assert size(bytes_) == text
