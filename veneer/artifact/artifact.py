@@ -113,6 +113,9 @@ def check(config: bytes, weights: BinaryIO | Path, base: BaseDescription, limits
     """
     faults = Faults(limits.max_faults)
     settings = read_config(config, limits=limits, faults=faults)
+    if isinstance(weights, Path) and not weights.is_file():
+        faults.add(WEIGHTS, "is missing, or no regular file")
+        faults.raise_if_any()
     with opened(weights) as source:
         tensors = _read_tensors(source, limits=limits, faults=faults)
         if settings is None:

@@ -289,6 +289,14 @@ def test_a_truncated_file_is_refused(cut: int, tmp_path: Path, tiny_base: BaseDe
     assert len(_faults(tmp_path, tiny_base)) >= 1
 
 
+def test_missing_weights_are_a_refusal_beside_the_faults_of_the_config(tmp_path: Path, tiny_base: BaseDescription) -> None:
+    (make_adapter_folder(tmp_path, tiny_base, config={"r": 0}) / "adapter_model.safetensors").unlink()
+    assert [text.partition(" ")[0] for text in _faults(tmp_path, tiny_base)] == [
+        "adapter_config.json:",
+        "adapter_model.safetensors:",
+    ]
+
+
 def test_a_pickle_under_the_right_name_is_refused_and_not_run(tmp_path: Path, tiny_base: BaseDescription) -> None:
     canary = tmp_path / "canary"
 
