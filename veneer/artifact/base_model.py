@@ -24,7 +24,9 @@ _HEADER_LIMITS = HeaderLimits(
 _CHUNK_BYTES = 8 << 20
 _MAX_JSON_BYTES = 64 << 20
 # Written by tools, without effect on the model.
-_VOLATILE_FIELDS = ("_name_or_path", "transformers_version")
+_VOLATILE_FIELDS = ("_name_or_path", "name_or_path", "transformers_version")
+# Of generation_config.json only these reach the engine; sampling parameters come with each request.
+_TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,7 @@ def describe_base(folder: Path, *, name: str | None = None, known_names: Sequenc
     """
     faults = Faults(64)
     config = _read_json(folder / "config.json", faults=faults)
-    tokenizer = _read_bytes(folder / "tokenizer.json", faults=faults)
-    template = _read_template(folder, faults=faults)
+    text = _read_text_parts(folder, faults=faults)
     shards = _read_shards(folder, faults=faults)
     shapes = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
     faults.raise_if_any()
@@ -64,7 +65,7 @@ def describe_base(folder: Path, *, name: str | None = None, known_names: Sequenc
     chosen = name or written_name or folder.resolve().name
     others = [other for other in (*known_names, written_name, folder.resolve().name) if other and other != chosen]
     return BaseDescription(
-        digest=_digest(config, shards, tokenizer, template),
+        digest=_digest(config, shards, text),
         name=chosen[:200],
         family=family,
         num_layers=num_layers,
@@ -101,16 +102,27 @@ def _read_json(path: Path, *, faults: Faults) -> dict[str, Any]:
     return parse_object(data, path.name, max_depth=16, faults=faults) or {}
 
 
-def _read_template(folder: Path, *, faults: Faults) -> bytes:
-    """Gives the chat template's bytes, empty when the model has none."""
+def _read_text_parts(folder: Path, *, faults: Faults) -> dict[str, bytes]:
+    """Gives what turns text into tokens and ends a sequence: tokenizer, its settings, chat template, ids of special tokens."""
+    settings = _read_optional_json(folder / "tokenizer_config.json", faults=faults)
+    template = settings.pop("chat_template", None)
     if (folder / "chat_template.jinja").exists():
-        return _read_bytes(folder / "chat_template.jinja", faults=faults)
-    if not (folder / "tokenizer_config.json").exists():
-        return b""
-    template = _read_json(folder / "tokenizer_config.json", faults=faults).get("chat_template")
-    if template is None:
-        return b""
-    return template.encode() if isinstance(template, str) else _canonical(template)
+        template = _read_bytes(folder / "chat_template.jinja", faults=faults).decode(errors="replace")
+    generation = _read_optional_json(folder / "generation_config.json", faults=faults)
+    return {
+        "tokenizer": _read_bytes(folder / "tokenizer.json", faults=faults),
+        "tokenizer_config": _canonical(_without_volatile(settings)),
+        "template": template.encode() if isinstance(template, str) else _canonical(template),
+        "tokens": _canonical({name: generation.get(name) for name in _TOKEN_FIELDS}),
+    }
+
+
+def _read_optional_json(path: Path, *, faults: Faults) -> dict[str, Any]:
+    return _read_json(path, faults=faults) if path.exists() else {}
+
+
+def _without_volatile(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in _VOLATILE_FIELDS}
 
 
 def _read_shards(folder: Path, *, faults: Faults) -> list[_Shard]:
@@ -221,10 +233,10 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def _digest(config: dict[str, Any], shards: Sequence[_Shard], tokenizer: bytes, template: bytes) -> str:
+def _digest(config: dict[str, Any], shards: Sequence[_Shard], text: dict[str, bytes]) -> str:
     """Hashes the parts in a fixed order; how tensors are spread over files does not matter."""
     manifest = Manifest("veneer.base.v1")
-    manifest.add("config", _canonical({key: value for key, value in config.items() if key not in _VOLATILE_FIELDS}))
+    manifest.add("config", _canonical(_without_volatile(config)))
     for tensor, path in sorted(
         ((tensor, shard.path) for shard in shards for tensor in shard.tensors), key=lambda item: item[0].name
     ):
@@ -233,6 +245,6 @@ def _digest(config: dict[str, Any], shards: Sequence[_Shard], tokenizer: bytes, 
         with opened(path) as source:
             for offset in range(tensor.offset, tensor.offset + tensor.size_bytes, _CHUNK_BYTES):
                 manifest.feed(source.read(offset, min(_CHUNK_BYTES, tensor.offset + tensor.size_bytes - offset)))
-    manifest.add("tokenizer", tokenizer)
-    manifest.add("template", template)
+    for part in ("tokenizer", "tokenizer_config", "template", "tokens"):
+        manifest.add(part, text[part])
     return manifest.hexdigest()

@@ -72,16 +72,33 @@ def test_whatever_shapes_the_output_changes_the_digest(change: dict[str, Any], t
     assert describe_base(make_base(tmp_path / "a", **change)).digest != describe_base(make_base(tmp_path / "b")).digest
 
 
-def test_tokenizer_and_template_file_change_the_digest(tmp_path: Path, make_base: MakeBase) -> None:
+def test_every_file_that_shapes_tokens_changes_the_digest(tmp_path: Path, make_base: MakeBase) -> None:
     folder = make_base(tmp_path / "a")
     digests = [describe_base(folder).digest]
-    (folder / "tokenizer.json").write_text("{}")
-    digests.append(describe_base(folder).digest)
-    (folder / "chat_template.jinja").write_text("{{ messages }}!")
-    digests.append(describe_base(folder).digest)
-    assert len(set(digests)) == 3
-    (folder / "tokenizer_config.json").unlink()
-    assert describe_base(folder).digest == digests[2]
+    for name, text in (
+        ("tokenizer.json", "{}"),
+        ("chat_template.jinja", "{{ messages }}!"),
+        ("tokenizer_config.json", '{"eos_token": "</s>"}'),
+        ("generation_config.json", '{"eos_token_id": [1, 2]}'),
+    ):
+        (folder / name).write_text(text)
+        digests.append(describe_base(folder).digest)
+    assert len(set(digests)) == 5
+
+
+def test_what_only_tells_of_tools_or_defaults_does_not(tmp_path: Path, make_base: MakeBase) -> None:
+    folder = make_base(tmp_path / "a")
+    before = describe_base(folder).digest
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "name_or_path": "/somewhere"}, indent=4))
+    (folder / "generation_config.json").write_text('{"transformers_version": "9", "temperature": 0.2}')
+    assert describe_base(folder).digest == before
+
+
+def test_a_template_counts_the_same_in_either_file(tmp_path: Path, make_base: MakeBase) -> None:
+    inside, beside = make_base(tmp_path / "a", template="{{ x }}"), make_base(tmp_path / "b", template="")
+    (beside / "chat_template.jinja").write_text("{{ x }}")
+    assert describe_base(inside).digest == describe_base(beside).digest
 
 
 def _cut(tensors: Tensors) -> None:
