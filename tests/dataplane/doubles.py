@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -156,3 +156,10 @@ class FolderSource:
 
     async def report_corrupt(self, version: str) -> None:
         self.reported.append(version)
+
+
+async def until(holds: Callable[[], object], *, limit_s: float = 30.0) -> None:
+    """Lets other tasks run until something holds."""
+    async with asyncio.timeout(limit_s):
+        while not holds():  # noqa: ASYNC110  what is watched belongs to the code under test, which has no event for it
+            await asyncio.sleep(0)

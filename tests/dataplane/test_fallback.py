@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.dataplane.doubles import caller
 
 from dataplane.fallback import FallbackMode, FallbackReason, on_not_ready, on_refusal
 from dataplane.resolution import Refusal
+from tests.dataplane.doubles import caller
 from veneer.errors import VeneerError
 
 NOT_READY, ANY = FallbackMode.NOT_READY, FallbackMode.ANY

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.dataplane.doubles import BASE, OTHER, VERSION, ScriptedEngine, answer, delta, make_metrics, resolution
-from tests.dataplane.frontend.conftest import CHAT, train_byte_level
 
 from dataplane.fallback import FallbackMode, FallbackReason
 from dataplane.frontend.prompts import Prompts, TextPrompt, TokenPrompt
@@ -19,6 +17,8 @@ from dataplane.generation import Choice, GenerationRequest, Generator, Part, Ser
 from dataplane.prefetcher import Claim
 from dataplane.resolution import Answer, Refusal, Target
 from dataplane.resolve_cache import Key, ResolveCache
+from tests.dataplane.doubles import BASE, OTHER, VERSION, ScriptedEngine, answer, delta, make_metrics, resolution, until
+from tests.dataplane.frontend.conftest import CHAT, train_byte_level
 from veneer.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -187,7 +187,7 @@ async def test_an_unknown_adapter_is_answered_by_the_base_under_any(stage: Stage
     served = await stage.served(replace(REQUEST, fallback=FallbackMode.ANY))
     assert served == Served("mine", BASE, fallback=FallbackReason.NOT_FOUND)
     assert stage.engine.submits[0].version is None
-    with pytest.raises(NotFoundError, match="^no such adapter, alias or version$"):
+    with pytest.raises(NotFoundError, match=r"^no such adapter, alias or version$"):
         await stage.run(replace(REQUEST, fallback=FallbackMode.NOT_READY))
 
 
@@ -196,8 +196,7 @@ async def test_a_load_that_fails_ends_the_request_or_lets_the_base_answer(stage:
     stage.loader.ready = False
     stage.engine.gates[VERSION] = asyncio.Event()
     running = asyncio.create_task(stage.run(replace(REQUEST, fallback=mode)))
-    while not stage.loader.claims:
-        await asyncio.sleep(0)
+    await until(lambda: stage.loader.claims)
     stage.loader.claims[0].loaded.set_exception(UnavailableError("the store cannot be read"))
     if mode is FallbackMode.NONE:
         with pytest.raises(UnavailableError, match="the store cannot be read"):
@@ -276,8 +275,7 @@ def hang_after_first_token(stage: Stage) -> None:
 async def test_a_caller_that_leaves_frees_everything(stage: Stage, hang: Callable[[Stage], None]) -> None:
     hang(stage)
     running = asyncio.create_task(stage.run())
-    while not stage.engine.submits or (hang is hang_after_first_token and stage.engine.num_taken == 0):
-        await asyncio.sleep(0)
+    await until(lambda: stage.engine.submits and (hang is not hang_after_first_token or stage.engine.num_taken))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -288,14 +286,12 @@ async def test_a_caller_that_leaves_frees_everything(stage: Stage, hang: Callabl
 async def test_streams_are_bounded_for_the_node_and_for_each_tenant(stage: Stage) -> None:
     hang_in_engine(stage)
     running = [asyncio.create_task(stage.run()) for _ in range(2)]
-    while len(stage.engine.submits) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(stage.engine.submits) == 2)
     with pytest.raises(ResourceExhaustedError, match="the tenant runs 2 streams"):
         await stage.run()
     stage.says = replace(answer(resolution(1)), caller=replace(answer(resolution(1)).caller, tenant="other"))
     running.append(asyncio.create_task(stage.run()))
-    while len(stage.engine.submits) < 3:
-        await asyncio.sleep(0)
+    await until(lambda: len(stage.engine.submits) == 3)
     with pytest.raises(ResourceExhaustedError, match="the node runs 3 streams"):
         await stage.run()
     for task in running:
@@ -307,8 +303,7 @@ async def test_streams_are_bounded_for_the_node_and_for_each_tenant(stage: Stage
 async def test_a_draining_node_refuses_and_waits_for_what_runs(stage: Stage) -> None:
     hang_in_engine(stage)
     running = asyncio.create_task(stage.run())
-    while not stage.engine.submits:
-        await asyncio.sleep(0)
+    await until(lambda: stage.engine.submits)
     stage.generator.draining = True
     with pytest.raises(UnavailableError, match="draining"):
         await stage.run()

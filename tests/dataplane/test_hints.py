@@ -10,9 +10,9 @@ import pytest
 import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.dataplane.doubles import VERSION
 
 from dataplane.hints import Allowance, Hint, HintSubscriber, read_hint
+from tests.dataplane.doubles import VERSION, until
 from veneer.controlplane.v1 import hints_pb2
 from veneer.local.valkey import Valkey
 
@@ -96,8 +96,7 @@ async def test_a_flood_is_cut_to_the_allowance(valkey: Valkey) -> None:
     listener = Listener(valkey.url(), burst=3)
     await listener.until(connects=1)
     await publish(valkey, *[GOOD] * 50)
-    while listener.subscriber.num_ignored < 47:
-        await asyncio.sleep(0)
+    await until(lambda: listener.subscriber.num_ignored >= 47)
     assert len(listener.hints) == 3
     await listener.stop()
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.dataplane.doubles import OTHER, VERSION, ScriptedEngine, make_metrics
 
 from dataplane.lora.host_cache import HostCache
 from dataplane.prefetcher import Prefetcher
+from tests.dataplane.doubles import OTHER, VERSION, ScriptedEngine, make_metrics, until
 from veneer.errors import FailedPreconditionError, NotFoundError, UnavailableError, VeneerError
 
 THIRD = "d" * 64
@@ -180,8 +180,7 @@ async def test_a_corrupt_image_is_fetched_again_once(rig: Rig) -> None:
 async def test_a_hint_stages_ahead_of_requests(rig: Rig) -> None:
     rig.store.open.clear()
     rig.prefetcher.hint(VERSION)
-    while not rig.store.started:
-        await asyncio.sleep(0)
+    await until(lambda: rig.store.started)
     claim = rig.prefetcher.ensure(VERSION)
     rig.store.open.set()
     await claim.loaded
@@ -203,8 +202,7 @@ async def test_hints_never_make_others_leave(rig: Rig) -> None:
     rig.cache.path(OTHER).write_bytes(b"i" * 950)
     rig.cache.add(OTHER, size_bytes=950)
     rig.prefetcher.hint(VERSION)
-    while rig.prefetcher._hints.qsize():
-        await asyncio.sleep(0)
+    await until(lambda: not (rig.prefetcher._hints.qsize()))
     assert rig.store.started == []
 
 
@@ -212,8 +210,7 @@ async def test_a_hint_for_what_does_not_exist_costs_one_question(rig: Rig) -> No
     rig.store.errors = [FailedPreconditionError("the version cannot be served any more")]
     rig.prefetcher.hint(VERSION)
     rig.prefetcher.hint(OTHER)
-    while OTHER not in rig.cache.versions():
-        await asyncio.sleep(0)
+    await until(lambda: OTHER in rig.cache.versions())
     assert rig.store.started == [VERSION, OTHER]
 
 
@@ -222,8 +219,7 @@ async def test_a_version_that_may_not_be_served_any_more_is_dropped_everywhere(r
     await rig.prefetcher.ensure(VERSION).loaded
     rig.refused[VERSION] = error
     rig.prefetcher.recheck(VERSION)
-    while rig.engine.calls[-1][0] != "unstage":
-        await asyncio.sleep(0)
+    await until(lambda: not (rig.engine.calls[-1][0] != "unstage"))
     assert rig.engine.calls[-1] == ("unstage", VERSION, "drop")
     assert not rig.cache.path(VERSION).exists()
 
@@ -251,8 +247,7 @@ async def test_nobody_is_asked_about_a_version_that_is_not_held(rig: Rig) -> Non
 async def test_closing_ends_loads_and_those_who_wait(rig: Rig) -> None:
     rig.store.open.clear()
     claims = [rig.prefetcher.ensure(VERSION)]
-    while not rig.store.started:
-        await asyncio.sleep(0)
+    await until(lambda: rig.store.started)
     claims.append(rig.prefetcher.ensure(OTHER))
     await rig.prefetcher.close()
     assert rig.prefetcher.num_loads == 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.dataplane.doubles import answer, caller, resolution
 
 from dataplane.resolution import Answer, Refusal, Target
 from dataplane.resolve_cache import Key, ResolveCache, Subject
+from tests.dataplane.doubles import answer, caller, resolution
 from veneer.errors import DeadlineExceededError, UnauthenticatedError, UnavailableError
 
 KEY = Key(b"k" * 32, Target("bot"))

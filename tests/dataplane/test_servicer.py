@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.dataplane.doubles import BASE, VERSION
 
 from dataplane.fallback import FallbackMode, FallbackReason
 from dataplane.frontend.prompts import ChatPrompt, TextPrompt, TokenPrompt
@@ -19,6 +18,7 @@ from dataplane.node import RULES
 from dataplane.resolution import Target
 from dataplane.servicer import GenerationServicer
 from dataplane.token_stream import End, Piece
+from tests.dataplane.doubles import BASE, VERSION
 from veneer.access import Authenticator, Identity
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from veneer.errors import NotFoundError, ResourceExhaustedError, UnavailableError, VeneerError

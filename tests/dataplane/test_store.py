@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.dataplane.doubles import FolderSource
-from tests.fixtures.adapters import make_adapter_folder
 
 from dataplane.catalog_client import Blob
 from dataplane.lora.host_cache import HostCache, HostCacheFullError
 from dataplane.lora.image import open_image
 from dataplane.store import AdapterStore, CorruptVersionError, StoreLimits, UnloadableVersionError
+from tests.dataplane.doubles import FolderSource, until
+from tests.fixtures.adapters import make_adapter_folder
 from veneer.artifact import BaseDescription, Limits
 from veneer.errors import FailedPreconditionError, PermissionDeniedError, UnavailableError
 
@@ -194,8 +194,7 @@ async def test_fetches_at_the_same_time_are_bounded(shelf: Shelf) -> None:
 
 async def test_a_fetch_that_is_cancelled_leaves_nothing_behind(shelf: Shelf) -> None:
     task = asyncio.create_task(shelf.store.fetch(shelf.version))
-    while not shelf.source.offsets:
-        await asyncio.sleep(0)
+    await until(lambda: shelf.source.offsets)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

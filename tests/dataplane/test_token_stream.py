@@ -6,13 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.dataplane.doubles import ScriptedEngine, delta
-from tests.dataplane.frontend.conftest import train_byte_level
 
 from dataplane.engine.messages import Delta, Sampling, Submit
 from dataplane.frontend.detokenizer import Detokenizer, StopStrings
 from dataplane.frontend.tokenizer import Tokenizer
 from dataplane.token_stream import End, Piece, SlowReaderError, TokenStream
+from tests.dataplane.doubles import ScriptedEngine, delta
+from tests.dataplane.frontend.conftest import train_byte_level
 from veneer.errors import InternalError, UnavailableError, VeneerError
 
 SUBMIT = Submit(request_id="r", tenant="acme", prompt=(1,), sampling=Sampling(max_tokens=9))

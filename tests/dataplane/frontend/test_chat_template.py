@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from tests.dataplane.frontend.conftest import CHAT
 
 from dataplane.frontend.chat_template import ChatTemplate, TemplateError, TemplateLimitError
+from tests.dataplane.frontend.conftest import CHAT
 from veneer.errors import InvalidArgumentError
 
 HELLO = [{"role": "user", "content": "hello <b> {{ 7 * 7 }}"}]

@@ -11,7 +11,7 @@ import pytest
 
 from dataplane.frontend.prompts import ChatPrompt, Prompt, Prompts, TextPrompt, TokenPrompt
 from dataplane.frontend.tokenizer import TokenizerError
-from veneer.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from veneer.errors import FailedPreconditionError, InvalidArgumentError
 
 
 @pytest.fixture
