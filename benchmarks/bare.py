@@ -61,6 +61,24 @@ class _Site:
             y[:, columns].addmm_(h[:, index], b)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Weights of one decoder layer."""
+
+    norm: Tensor
+    mlp_norm: Tensor
+    sites: dict[str, _Packed]
+
+
+def _layer(weights: dict[str, Tensor], index: int, rows: int) -> _Layer:
+    prefix = f"model.layers.{index}."
+    names = [f"{prefix}{'mlp' if name in SLICES[4:] else 'self_attn'}.{name}.weight" for name in SLICES]
+    q, k, v, o, gate, up, down = (weights[name] for name in names)
+    fused = {"qkv": torch.cat([q, k, v]), "o": o, "gate_up": torch.cat([gate, up]), "down": down}
+    norm, mlp_norm = (weights[f"{prefix}{name}_layernorm.weight"] for name in ("input", "post_attention"))
+    return _Layer(norm, mlp_norm, {name: _Packed(weight, rows) for name, weight in fused.items()})
+
+
 class Bare:
     """Llama in a loop, for one fixed batch.
 
@@ -86,19 +104,12 @@ class Bare:
         self._embedding = weights["model.embed_tokens.weight"]
         self._head = _Packed(self._embedding, rows)
         self._norm = weights["model.norm.weight"]
-        self._layers = [self._layer(weights, index) for index in range(config["num_hidden_layers"])]
+        self._layers = [_layer(weights, index, rows) for index in range(config["num_hidden_layers"])]
         self._num_adapters, self._rank = num_adapters, rank
         self._sites = [self._low_rank() for _ in self._layers] if num_adapters else []
         if num_adapters:
             owner = torch.arange(rows) % num_adapters
             self._own = owner[:, None] == torch.arange(num_adapters * rank) // rank
-
-    def _layer(self, weights: dict[str, Tensor], index: int) -> dict[str, _Packed | Tensor]:
-        names = [f"model.layers.{index}.{'mlp' if name in SLICES[4:] else 'self_attn'}.{name}.weight" for name in SLICES]
-        q, k, v, o, gate, up, down = (weights[name] for name in names)
-        packed = {"qkv": torch.cat([q, k, v]), "o": o, "gate_up": torch.cat([gate, up]), "down": down}
-        norms = {name: weights[f"model.layers.{index}.{name}_layernorm.weight"] for name in ("input", "post_attention")}
-        return {**{name: _Packed(weight, self._rows) for name, weight in packed.items()}, **norms}
 
     def _low_rank(self) -> dict[str, _Site]:
         rows, kv = self._num_adapters * self._rank, self._kv_heads * self._head_dim
@@ -141,22 +152,19 @@ class Bare:
         x = F.embedding(ids, self._embedding).view(rows * length, -1)
         own = self._own.repeat_interleave(length, 0) if self._sites else None
         for index, layer in enumerate(self._layers):
-            sites = self._sites[index] if self._sites else {}
-
-            def project(name: str, x: Tensor, layer: dict = layer, sites: dict = sites) -> Tensor:  # type: ignore[type-arg]
-                y = layer[name](x)
-                if sites:
-                    sites[name].add_(y, x, own)
-                return y
-
-            qkv = project("qkv", F.rms_norm(x, (self._hidden,), layer["input"], self._eps))  # type: ignore[arg-type]
+            qkv = self._project("qkv", _norm(x, layer.norm, self._eps), index, own)
             attended = self._attend(qkv.view(rows, length, -1, self._head_dim), position, cos, sin, cache[index])
-            x = x + project("o", attended)
-            gate, up = project("gate_up", F.rms_norm(x, (self._hidden,), layer["post_attention"], self._eps)).chunk(2, -1)  # type: ignore[arg-type]
-            x = x + project("down", F.silu(gate) * up)
-        last = F.rms_norm(x.view(rows, length, -1)[:, -1], (self._hidden,), self._norm, self._eps)
-        best: Tensor = self._head(last).max(-1).indices
+            x = x + self._project("o", attended, index, own)
+            gate, up = self._project("gate_up", _norm(x, layer.mlp_norm, self._eps), index, own).chunk(2, -1)
+            x = x + self._project("down", F.silu(gate) * up, index, own)
+        best: Tensor = self._head(_norm(x.view(rows, length, -1)[:, -1], self._norm, self._eps)).max(-1).indices
         return best
+
+    def _project(self, site: str, x: Tensor, index: int, own: Tensor | None) -> Tensor:
+        y = self._layers[index].sites[site](x)
+        if own is not None:
+            self._sites[index][site].add_(y, x, own)
+        return y
 
     def _attend(self, qkv: Tensor, position: int, cos: Tensor, sin: Tensor, cache: Tensor) -> Tensor:
         rows, length = qkv.shape[:2]
@@ -168,6 +176,10 @@ class Bare:
             _rotate(q, cos, sin), cache[0, :, :, :end], cache[1, :, :, :end], is_causal=length > 1, enable_gqa=True
         )
         return out.transpose(1, 2).reshape(rows * length, -1)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

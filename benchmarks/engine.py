@@ -1,7 +1,7 @@
 """The engine beside a bare loop, transformers, and itself behind gRPC: `python -m benchmarks.engine [--json PATH]`.
 
-Every figure is a quotient of two speeds of the same run. Contenders take turns, the order is repeated, and the median counts; each
-is a process of its own with huge pages, and sleeps while another runs.
+Every figure is a quotient of two speeds of one run. Contenders take turns, the order is repeated, and the median counts; each
+is a process with huge pages, and sleeps while another runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Runs the test suites one after the other and prints what each took: `python tests/run.py [--long] [SUITE …]`.
 
-A suite is a choice of folders and markers, with a budget on a machine of two cores. Every suite runs even if one before it
-failed; the exit status is 1 if any failed, ran no test, or took longer than twice its budget.
+A suite is a choice of folders and markers, with a budget on a machine of two cores; one that takes longer is named, and fails
+nothing, since a busy machine is no fault of the code. Every suite runs even if one before it failed; the exit status is 1 if any
+failed or ran no test.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ def main() -> int:
     failed = False
     print("── suites ──")
     for suite, status, seconds in results:
-        late = not arguments.long and seconds > 2 * suite.budget_s
-        failed = failed or status != 0 or late
-        verdict = {0: "ok", 5: "ran no test"}.get(status, f"failed ({status})") + (", far over its budget" if late else "")
+        failed = failed or status != 0
+        late = not arguments.long and seconds > suite.budget_s
+        verdict = {0: "ok", 5: "ran no test"}.get(status, f"failed ({status})") + (", over its budget" if late else "")
         print(f"{suite.name:<14}{seconds:7.0f} s of {suite.budget_s} s   {verdict}")
     print(f"{'all':<14}{sum(seconds for _, _, seconds in results):7.0f} s", flush=True)
     return int(failed)

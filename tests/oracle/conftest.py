@@ -60,7 +60,7 @@ def _tiny(folder: Path) -> torch.nn.Module:
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
     Tokenizer(WordLevel({f"t{index}": index for index in range(199)}, unk_token="t0")).save(str(folder / "tokenizer.json"))
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="session")
