@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import grpc
 from google.protobuf import duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from veneer import errors
@@ -17,8 +18,8 @@ _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 # A gRPC client refuses trailers above 8 KiB unless told otherwise, and then shows none of them. The message travels twice (once
 # percent-encoded) and the details grow by a third as base64, hence these budgets.
-_MAX_MESSAGE_BYTES = 900
-_MAX_VIOLATION_BYTES = 3000
+_MAX_MESSAGE_BYTES = 700
+_MAX_VIOLATION_BYTES = 2700
 
 _FAMILIES: dict[str, type[VeneerError]] = {
     family.status: family
@@ -107,7 +108,7 @@ def _status(call: grpc.aio.AioRpcError) -> status_pb2.Status:
         if key == _DETAILS_KEY and isinstance(value, bytes):
             try:
                 return status_pb2.Status.FromString(value)
-            except ValueError:  # DecodeError is one
+            except DecodeError:
                 break
     return status_pb2.Status()
 

@@ -23,6 +23,7 @@ from veneer.operator_client import OperatorClient
 
 ALL_ROLES = ("owner", "publisher", "caller")
 
+_MARK = "local-stack"
 _SECRET = re.compile(r"vnr_[A-Za-z0-9_-]{43}")
 _NODE = "local"
 _CONTROL_PORTS = {"callers": 7600, "operators": 7601, "metrics": 7609}
@@ -65,9 +66,11 @@ class LocalStack:
             default_ports: Takes the planes' default ports where they are free; else any.
             durable: The database survives a crash of the machine.
             report: Told in a few words what is being started.
+
+        Raises:
+            FailedPreconditionError: The folder holds something that is not a local stack.
         """
-        self.folder = folder.absolute()
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder = _claim(folder.absolute())
         self.postgres = Postgres(self.folder / "postgres", durable=durable)
         self.valkey = Valkey(self.folder / "valkey")
         self.control_plane = Plane("controlplane", self.folder)
@@ -244,3 +247,14 @@ class LocalStack:
         folder = self.folder / name
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
+
+
+def _claim(folder: Path) -> Path:
+    """Makes the folder ours. One that holds other things is refused, since `remove` would take them along."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mark = folder / _MARK
+    if not mark.exists():
+        if any(folder.iterdir()):
+            raise FailedPreconditionError(f"{folder} holds other things and is no local stack: name a new or an empty folder")
+        mark.touch()
+    return folder

@@ -125,3 +125,10 @@ def test_a_plane_that_cannot_start_says_why_and_nothing_is_left_running(tmp_path
         stack.start()
     assert stack.postgres.process.pid is None
     assert stack.valkey.process.pid is None
+
+
+def test_a_folder_with_other_things_is_neither_used_nor_removed(tmp_path: Path, model_dir: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(FailedPreconditionError, match="holds other things"):
+        LocalStack(tmp_path, model_dir)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
