@@ -49,6 +49,7 @@ class ControlPlane:
     Attributes:
         server: Its listeners.
         database: Its connections.
+        blobs: Its object store.
         publisher: Its use case of publishing.
         relay: Its relay of hints.
     """
@@ -58,15 +59,15 @@ class ControlPlane:
         self.database = Database(settings)
         self.relay = Relay(self.database, settings, registry=registry)
         identities = Identities(self.database, vault)
-        blobs = Blobs(settings.store_url)
-        self.publisher = Publisher(self.database, blobs, settings, check=check, metrics=PublishMetrics(registry))
+        self.blobs = Blobs(settings.store_url)
+        self.publisher = Publisher(self.database, self.blobs, settings, check=check, metrics=PublishMetrics(registry))
         node_servicer = NodeServicer(
             nodes=Nodes(self.database, vault, settings),
             resolver=Resolver(self.database, identities, vault),
             identities=identities,
             feed=ChangeFeed(self.database),
-            grants=BlobGrants(self.database, vault, blobs, lifetime_s=settings.grant_lifetime_s),
-            blobs=blobs,
+            grants=BlobGrants(self.database, vault, self.blobs, lifetime_s=settings.grant_lifetime_s),
+            blobs=self.blobs,
         )
         services = [
             Service(

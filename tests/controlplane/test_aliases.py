@@ -31,11 +31,11 @@ async def point(client: Client, *arms: str | tuple[str, int], alias: str = "", *
     pairs = [arm if isinstance(arm, tuple) else (arm, 1) for arm in arms]
     messages = [catalog_pb2.Arm(version=version, weight=weight) for version, weight in pairs]
     request = catalog_pb2.SetAliasRequest(adapter="style", alias=alias, arms=messages, **fields)
-    return (await client.catalog.SetAlias(request)).alias  # type: ignore[no-any-return]
+    return (await client.catalog.SetAlias(request)).alias
 
 
 async def roll_back(client: Client, **fields: Any) -> catalog_pb2.Alias:
-    return (await client.catalog.Rollback(catalog_pb2.RollbackRequest(adapter="style", **fields))).alias  # type: ignore[no-any-return]
+    return (await client.catalog.Rollback(catalog_pb2.RollbackRequest(adapter="style", **fields))).alias
 
 
 def served(alias: catalog_pb2.Alias) -> list[tuple[str, int]]:
@@ -43,7 +43,7 @@ def served(alias: catalog_pb2.Alias) -> list[tuple[str, int]]:
 
 
 async def test_a_move_gives_the_next_generation_and_keeps_the_order_of_arms(acme: Client) -> None:
-    one, two, three = await digests(acme)
+    one, _two, three = await digests(acme)
     moved = await point(acme, (three, 90), (one, 10))
 
     assert (moved.name, moved.generation) == ("stable", 2)
@@ -69,7 +69,7 @@ async def test_a_new_alias_is_made_from_generation_zero(acme: Client) -> None:
 
 
 async def test_of_twenty_moves_from_one_generation_one_wins(acme: Client) -> None:
-    one, two, three = await digests(acme)
+    _one, two, three = await digests(acme)
     calls = [point(acme, version, expected_generation=1) for version in (two, three) * 10]
     results = await asyncio.gather(*calls, return_exceptions=True)
     won = [result for result in results if not isinstance(result, BaseException)]
@@ -112,7 +112,7 @@ async def test_a_split_is_over_one_base(world: World, acme: Client) -> None:
 
 
 async def test_rolling_back_goes_to_what_all_traffic_went_to_before(acme: Client) -> None:
-    one, two, three = await digests(acme)
+    _one, two, three = await digests(acme)
     await point(acme, two)
     await point(acme, (two, 50), (three, 50))
     await point(acme, (two, 10), (three, 90))
@@ -122,7 +122,7 @@ async def test_rolling_back_goes_to_what_all_traffic_went_to_before(acme: Client
 
 
 async def test_rolling_back_passes_over_splits_and_over_the_version_that_is_served_now(acme: Client) -> None:
-    one, two, three = await digests(acme)
+    one, two, _three = await digests(acme)
     await point(acme, (one, 1), (two, 1))
     await point(acme, two)
     await point(acme, two)
@@ -160,7 +160,7 @@ async def test_rolling_back_to_a_named_version_needs_that_the_alias_served_it(ac
 
 async def test_rolling_back_with_nothing_before_or_from_another_generation_changes_nothing(acme: Client) -> None:
     assert (await refused(roll_back(acme)))[0] == grpc.StatusCode.FAILED_PRECONDITION
-    one, two, _ = await digests(acme)
+    _one, two, _ = await digests(acme)
     await point(acme, two)
     assert (await refused(roll_back(acme, expected_generation=1)))[0] == grpc.StatusCode.ABORTED
     assert await refused(roll_back(acme, alias="nothing")) == (grpc.StatusCode.NOT_FOUND, "there is no such alias")

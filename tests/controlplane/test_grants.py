@@ -16,7 +16,7 @@ async def test_a_grant_is_listed_by_both_sides_and_by_nobody_else(world: World) 
     first, again = await owner.tenants.CreateGrant(request), await owner.tenants.CreateGrant(request)
 
     async def listed(client: object) -> tuple[int, int]:
-        grants = await client.tenants.ListGrants(tenants_pb2.ListGrantsRequest())  # type: ignore[attr-defined]
+        grants = await client.tenants.ListGrants(tenants_pb2.ListGrantsRequest())
         return len(grants.given), len(grants.received)
 
     assert first == again

@@ -174,7 +174,7 @@ async def test_a_refused_adapter_leaves_nothing_and_lists_every_fault(
 
 
 def part(file: int, data: bytes = b"x") -> catalog_pb2.PublishRequest:
-    return catalog_pb2.PublishRequest(part=catalog_pb2.PublishPart(file=file, data=data))  # type: ignore[arg-type]
+    return catalog_pb2.PublishRequest(part=catalog_pb2.PublishPart(file=file, data=data))
 
 
 CONFIG, WEIGHTS = catalog_pb2.ADAPTER_FILE_CONFIG, catalog_pb2.ADAPTER_FILE_WEIGHTS
@@ -234,7 +234,7 @@ async def test_a_publish_that_its_caller_cancels_leaves_nothing(acme: Client, da
     await world.plane.server.stop(grace_s=None)
 
     assert rows(database, "adapters") == 0
-    assert world.plane.database.app.sync_engine.pool.checkedout() == 0  # type: ignore[attr-defined]
+    assert world.plane.database.app.sync_engine.pool.checkedout() == 0
 
 
 @pytest.mark.parametrize("alias", ["Stable", "a b", "-x", "x-", "../x"])

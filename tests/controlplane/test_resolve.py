@@ -31,7 +31,7 @@ class Scene:
         request = nodes_pb2.ResolveRequest(
             key_digest=client.digest, target=nodes_pb2.AdapterTarget(adapter=adapter, **target), base_digest=base
         )
-        return await self.node.nodes.Resolve(request)  # type: ignore[no-any-return]
+        return await self.node.nodes.Resolve(request)
 
     async def refusal(self, client: Client, adapter: str = "style", **fields: Any) -> str:
         response = await self.resolve(client, adapter, **fields)
@@ -183,7 +183,7 @@ async def test_an_arm_that_ended_is_marked_in_its_split(scene: Scene) -> None:
 
 async def test_introspection_tells_kind_and_roles_of_valid_credentials_only(world: World, scene: Scene) -> None:
     async def introspect(digest: bytes) -> nodes_pb2.IntrospectResponse:
-        return await scene.node.nodes.Introspect(nodes_pb2.IntrospectRequest(key_digest=digest))  # type: ignore[no-any-return]
+        return await scene.node.nodes.Introspect(nodes_pb2.IntrospectRequest(key_digest=digest))
 
     tenant, operator, node = [await introspect(client.digest) for client in (scene.acme, world.operator, scene.node)]
     assert (tenant.kind, tenant.tenant, tenant.roles) == ("tenant", "acme", ["caller", "owner", "publisher"])

@@ -1,0 +1,166 @@
+"""The relay to Redis: at least once, in commit order, through the absence of either server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from redis.exceptions import RedisError
+
+from controlplane import changes, outbox
+from controlplane.changes import Change, ChangeKind
+from controlplane.db import Database, Scope
+from controlplane.settings import Settings
+from tests.fixtures.controlplane import World, serve, settings_for
+from tests.fixtures.services import TestDatabase
+from veneer.controlplane.v1 import hints_pb2
+from veneer.local.postgres import Postgres
+from veneer.local.valkey import Valkey
+
+
+@pytest.fixture
+def own_valkey(tmp_path: Path) -> Iterator[Valkey]:
+    """A server that the test may kill."""
+    with Valkey(tmp_path / "valkey") as server:
+        yield server
+
+
+@pytest.fixture
+def relaying(database: TestDatabase, pepper_file: Path, tmp_path: Path, own_valkey: Valkey) -> Settings:
+    return settings_for(database, pepper_file, tmp_path, redis_url=own_valkey.url(), relay_interval_s=0.05)
+
+
+@pytest.fixture
+async def world(relaying: Settings) -> AsyncIterator[World]:
+    async for one in serve(relaying):
+        yield one
+
+
+@pytest.fixture
+async def hints(own_valkey: Valkey) -> AsyncIterator[PubSub]:
+    async for one in subscribe(own_valkey):
+        yield one
+
+
+async def subscribe(server: Valkey) -> AsyncIterator[PubSub]:
+    async with Redis.from_url(server.url()) as client, client.pubsub() as subscriber:
+        await subscriber.subscribe(outbox.CHANNEL)
+        await subscriber.get_message(timeout=5)
+        yield subscriber
+
+
+async def write(database: Database, *names: str) -> None:
+    async with database.transaction(Scope.of_tenant("acme")) as connection:
+        await changes.record(
+            connection, *(Change(kind=ChangeKind.ALIAS, tenant="acme", adapter=name, version="v", generation=3) for name in names)
+        )
+
+
+async def received(hints: PubSub, count: int) -> list[hints_pb2.Hint]:
+    found: list[hints_pb2.Hint] = []
+    async with asyncio.timeout(20):
+        while len(found) < count:
+            message = await hints.get_message(ignore_subscribe_messages=True, timeout=5)
+            if message is not None:
+                found.append(hints_pb2.Hint.FromString(message["data"]))
+    return found
+
+
+async def relay_alone(world: World) -> None:
+    """One round of the relay, once the running one holds no lock."""
+    while await world.plane.relay.relay_batch() == 0:
+        pass
+
+
+def waiting(database: TestDatabase) -> int:
+    with database.connect() as connection:
+        row = connection.execute("SELECT count(*) FROM outbox").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+async def emptied(world: World, database: TestDatabase) -> None:
+    async with asyncio.timeout(20):
+        while waiting(database):
+            await world.plane.relay.relay_batch()
+
+
+async def test_committed_events_arrive_whole_and_in_commit_order(world: World, hints: PubSub, database: TestDatabase) -> None:
+    for first in range(0, 40, 2):
+        await write(world.plane.database, f"{first}", f"{first + 1}")
+    found = await received(hints, 40)
+
+    assert [hint.adapter for hint in found] == [str(number) for number in range(40)]
+    assert (found[0].kind, found[0].tenant, found[0].version, found[0].generation) == (2, "acme", "v", 3)
+    await emptied(world, database)
+
+
+async def test_what_is_not_committed_is_not_announced(world: World, hints: PubSub) -> None:
+    async with world.plane.database.transaction(Scope.of_tenant("acme")) as connection:
+        await changes.record(connection, Change(kind=ChangeKind.KEY, tenant="acme", adapter="open"))
+        await world.plane.relay.relay_batch()
+        assert await hints.get_message(ignore_subscribe_messages=True, timeout=0.1) is None
+    assert [hint.adapter for hint in await received(hints, 1)] == ["open"]
+
+
+async def test_events_wait_while_redis_is_away_and_catalogue_writes_go_on(
+    world: World, own_valkey: Valkey, database: TestDatabase, hints: PubSub
+) -> None:
+    await write(world.plane.database, "before")
+    await received(hints, 1)
+    own_valkey.kill()
+    await world.tenant("written-without-redis")
+    await write(world.plane.database, "during")
+    assert waiting(database) == 2  # the tenant's key, and this
+    own_valkey.start()
+    async for again in subscribe(own_valkey):
+        await write(world.plane.database, "after")
+        names: list[str] = []
+        while "after" not in names:
+            names += [hint.adapter for hint in await received(again, 1) if hint.adapter]
+        assert names in (["during", "after"], ["after"])  # the first may have gone out before we listened again
+        await emptied(world, database)
+
+
+async def test_an_event_that_redis_did_not_take_stays(world: World, own_valkey: Valkey, database: TestDatabase) -> None:
+    own_valkey.kill()
+    await write(world.plane.database, "kept")
+    with pytest.raises((OSError, RedisError)):
+        await relay_alone(world)
+    assert waiting(database) == 1
+
+
+async def test_the_relay_outlives_the_database(world: World, hints: PubSub, postgres: Postgres) -> None:
+    postgres.stop()
+    postgres.start()
+    await write(world.plane.database, "after")
+    assert (await received(hints, 1))[-1].adapter == "after"
+
+
+async def test_of_two_relays_one_works_at_a_time(world: World, relaying: Settings, hints: PubSub, database: TestDatabase) -> None:
+    async for second in another(relaying):
+        for number in range(30):
+            await write((world if number % 2 else second).plane.database, str(number))
+        assert [hint.adapter for hint in await received(hints, 30)] == [str(number) for number in range(30)]
+
+
+async def another(settings: Settings) -> AsyncIterator[World]:
+    from controlplane.service import ControlPlane
+    from controlplane.vault import open_vault
+
+    async with ControlPlane(settings, open_vault(settings)) as plane:
+        await plane.server.start()
+        world = World(plane, settings, "")
+        yield world
+        await world.close()
+        await plane.server.stop(grace_s=0)
+
+
+async def test_without_redis_events_are_dropped(database: TestDatabase, pepper_file: Path, tmp_path: Path) -> None:
+    async for world in serve(settings_for(database, pepper_file, tmp_path, relay_interval_s=0.05)):
+        await write(world.plane.database, "nobody listens")
+        await emptied(world, database)

@@ -1,0 +1,69 @@
+"""The pepper and what is derived from it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import stat
+from pathlib import Path
+
+import pytest
+
+from controlplane.settings import Settings
+from controlplane.vault import Vault, ensure_pepper_file, new_secret, open_vault, secret_digest
+from veneer.access import key_digest_of
+
+PEPPER = bytes(range(32))
+
+
+def test_a_stored_credential_is_the_keyed_hash_of_its_hash() -> None:
+    secret = new_secret()
+    digest = hashlib.sha256(secret.encode()).digest()
+    assert secret_digest(secret) == digest
+    assert Vault(PEPPER).key_hash(digest) == hmac.new(PEPPER, digest, hashlib.sha256).digest()
+
+
+def test_a_new_secret_has_the_form_that_the_interceptor_takes() -> None:
+    secrets = {new_secret() for _ in range(100)}
+    assert len(secrets) == 100
+    assert all(key_digest_of(f"Bearer {secret}") == secret_digest(secret) for secret in secrets)
+
+
+def test_no_two_derivations_agree() -> None:
+    vault = Vault(PEPPER)
+    derived = [
+        vault.cache_salt("acme"),
+        vault.cache_salt("acme2"),
+        vault.split_salt("acme", "a", "b"),
+        vault.split_salt("acme", "ab", ""),
+        vault.split_salt("acmea", "", "b"),
+        vault.sign("acme", b""),
+        vault.sign("cache-salt", b"acme"),
+        vault.key_hash(b"acme"),
+        Vault(PEPPER[::-1]).cache_salt("acme"),
+    ]
+    assert len(set(derived)) == len(derived)
+    assert {len(one) for one in derived} == {32}
+    assert vault.cache_salt("acme") == Vault(PEPPER).cache_salt("acme")
+
+
+def test_a_short_pepper_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 32"):
+        Vault(b"short")
+
+
+def test_the_pepper_file_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "pepper"
+    assert ensure_pepper_file(path)
+    first = path.read_bytes()
+    assert not ensure_pepper_file(path)
+    assert path.read_bytes() == first
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert open_vault(Settings(pepper_file=path)).cache_salt("a") == Vault(first).cache_salt("a")
+
+
+def test_the_vault_says_which_setting_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="VENEER_CONTROLPLANE_PEPPER"):
+        open_vault(Settings())
+    with pytest.raises(ValueError, match="VENEER_CONTROLPLANE_PEPPER_FILE"):
+        open_vault(Settings(pepper_file=tmp_path / "absent"))
