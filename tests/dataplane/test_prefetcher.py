@@ -202,7 +202,7 @@ async def test_hints_never_make_others_leave(rig: Rig) -> None:
     rig.cache.path(OTHER).write_bytes(b"i" * 950)
     rig.cache.add(OTHER, size_bytes=950)
     rig.prefetcher.hint(VERSION)
-    await until(lambda: not (rig.prefetcher._hints.qsize()))
+    await until(lambda: not rig.prefetcher._hints.qsize())
     assert rig.store.started == []
 
 
@@ -219,7 +219,7 @@ async def test_a_version_that_may_not_be_served_any_more_is_dropped_everywhere(r
     await rig.prefetcher.ensure(VERSION).loaded
     rig.refused[VERSION] = error
     rig.prefetcher.recheck(VERSION)
-    await until(lambda: not (rig.engine.calls[-1][0] != "unstage"))
+    await until(lambda: rig.engine.calls[-1][0] == "unstage")
     assert rig.engine.calls[-1] == ("unstage", VERSION, "drop")
     assert not rig.cache.path(VERSION).exists()
 

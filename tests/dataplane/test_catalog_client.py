@@ -1,0 +1,254 @@
+"""Calls to the control plane over a real channel: what is sent, what failures mean, where the key is kept."""
+
+# ruff: noqa: ASYNC240  a key file is small
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from dataplane.catalog_client import CatalogClient, EnrollmentError, open_channel
+from dataplane.resolution import Arm, Refusal, Resolution, Target
+from dataplane.resolve_cache import Key
+from tests.dataplane.doubles import BASE, VERSION
+from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
+from veneer.errors import (
+    FailedPreconditionError,
+    InternalError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+    VeneerError,
+)
+
+
+class Nodes(nodes_pb2_grpc.NodeServiceServicer):
+    """The control plane's node service, as the test wants it."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.requests: list[Any] = []
+        self.code: grpc.StatusCode | None = None
+        self.resolve = nodes_pb2.ResolveResponse()
+        self.hang = False
+
+    async def _heard(self, request: Any, context: Any) -> None:
+        self.keys.append(dict(context.invocation_metadata())["authorization"])
+        self.requests.append(request)
+        if self.hang:
+            await asyncio.Event().wait()
+        if self.code is not None:
+            await context.abort(self.code, "said by the control plane")
+
+    async def EnrollNode(self, request: Any, context: Any) -> Any:
+        await self._heard(request, context)
+        return nodes_pb2.EnrollNodeResponse(secret="first")
+
+    async def RotateNodeKey(self, request: Any, context: Any) -> Any:
+        await self._heard(request, context)
+        return nodes_pb2.RotateNodeKeyResponse(secret="second")
+
+    async def Resolve(self, request: Any, context: Any) -> Any:
+        await self._heard(request, context)
+        return self.resolve
+
+    async def Introspect(self, request: Any, context: Any) -> Any:
+        await self._heard(request, context)
+        return nodes_pb2.IntrospectResponse(kind="operator", key_id="op")
+
+    async def GrantBlobs(self, request: Any, context: Any) -> Any:
+        await self._heard(request, context)
+        blob = nodes_pb2.Blob(name="adapter_config.json", digest="1" * 64, size_bytes=10)
+        return nodes_pb2.GrantBlobsResponse(grant="grant", blobs=[blob], base_digest=BASE, owner="acme")
+
+    async def ReadBlob(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield nodes_pb2.ReadBlobResponse(data=b"0123456789"[request.offset :])
+        await self._heard(request, context)
+
+    async def ListChanges(self, request: Any, context: Any) -> Any:
+        await self._heard(request, context)
+        change = nodes_pb2.Change(kind=nodes_pb2.CHANGE_KIND_ALIAS, tenant="acme", adapter="bot", generation=4)
+        return nodes_pb2.ListChangesResponse(changes=[change], next_cursor="7", reset=True)
+
+    async def ReportVersion(self, request: Any, context: Any) -> Any:
+        await self._heard(request, context)
+        return nodes_pb2.ReportVersionResponse()
+
+
+@pytest.fixture
+def nodes() -> Nodes:
+    return Nodes()
+
+
+@pytest.fixture
+async def client(nodes: Nodes) -> AsyncIterator[CatalogClient]:
+    server = grpc.aio.server()
+    nodes_pb2_grpc.add_NodeServiceServicer_to_server(nodes, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}", ca_pem=None) as channel:
+        yield CatalogClient(channel, base_digest=BASE, timeout_s=1)
+    await server.stop(0)
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    return tmp_path / "node" / "key"
+
+
+async def test_the_first_start_enrols_and_keeps_the_key_for_its_owner_only(
+    client: CatalogClient, nodes: Nodes, key_file: Path
+) -> None:
+    await client.enroll(key_file, token="token")
+    assert nodes.keys == ["Bearer token"]
+    assert nodes.requests[0].base_digest == BASE
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+    assert [path.name for path in key_file.parent.iterdir()] == ["key"]
+    await client.introspect(b"k" * 32)
+    assert nodes.keys[-1] == "Bearer first"
+
+
+async def test_a_later_start_uses_the_kept_key_and_no_token(client: CatalogClient, nodes: Nodes, key_file: Path) -> None:
+    await client.enroll(key_file, token="token")
+    await client.enroll(key_file, token="token")
+    assert nodes.keys[1:] == ["Bearer first"]
+    nodes.code = grpc.StatusCode.UNAUTHENTICATED
+    with pytest.raises(UnauthenticatedError):
+        await client.enroll(key_file, token=None)
+
+
+async def test_a_start_without_key_and_token_is_refused(client: CatalogClient, nodes: Nodes, key_file: Path) -> None:
+    with pytest.raises(EnrollmentError, match="enrolment token"):
+        await client.enroll(key_file, token=None)
+    assert nodes.keys == []
+
+
+async def test_an_unknown_base_is_refused_in_the_control_planes_words(
+    client: CatalogClient, nodes: Nodes, key_file: Path
+) -> None:
+    nodes.code = grpc.StatusCode.FAILED_PRECONDITION
+    with pytest.raises(FailedPreconditionError, match="said by the control plane"):
+        await client.enroll(key_file, token="token")
+    assert not key_file.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", json.dumps({"secret": "x", "base_digest": "0" * 64})])
+async def test_a_key_file_that_does_not_fit_is_refused(client: CatalogClient, key_file: Path, text: str) -> None:
+    key_file.parent.mkdir()
+    key_file.write_text(text)
+    with pytest.raises(EnrollmentError, match="enrol again"):
+        await client.enroll(key_file, token="token")
+
+
+async def test_a_rotated_key_is_kept_and_used(client: CatalogClient, nodes: Nodes, key_file: Path) -> None:
+    await client.enroll(key_file, token="token")
+    await client.rotate_key(key_file)
+    assert json.loads(key_file.read_text())["secret"] == "second"
+    await client.introspect(b"k" * 32)
+    assert nodes.keys == ["Bearer token", "Bearer first", "Bearer second"]
+
+
+async def test_a_resolution_arrives_whole(client: CatalogClient, nodes: Nodes) -> None:
+    nodes.resolve.caller.tenant = "acme"
+    nodes.resolve.caller.fallback_allowed = True
+    nodes.resolve.caller.cache_salt = b"s" * 32
+    nodes.resolve.caller.expire_time.FromSeconds(77)
+    nodes.resolve.resolution.MergeFrom(
+        nodes_pb2.Resolution(owner="other", adapter="bot", alias="stable", generation=4, split_salt=b"p")
+    )
+    nodes.resolve.resolution.arms.add(digest=VERSION, number=3, weight=2, max_rank=8, size_bytes=9, state="READY")
+    found = await client.resolve(Key(b"k" * 32, Target("bot", "other")))
+    assert found.outcome == Resolution("other", "bot", "stable", 4, (Arm(VERSION, 3, 2, 8, 9, "READY"),), b"p")
+    assert (found.caller.tenant, found.caller.weight, found.caller.expire_unix_s) == ("acme", 1, 77)
+    (request,) = nodes.requests
+    assert (request.key_digest, request.base_digest, request.target.adapter) == (b"k" * 32, BASE, "bot")
+    assert request.target.WhichOneof("target") is None
+
+
+@pytest.mark.parametrize(
+    ("target", "field"), [(Target("bot", alias="canary"), "alias"), (Target("bot", version=VERSION), "version")]
+)
+async def test_alias_and_version_are_passed_on_as_such(client: CatalogClient, nodes: Nodes, target: Target, field: str) -> None:
+    await client.resolve(Key(b"k" * 32, target))
+    assert nodes.requests[0].target.WhichOneof("target") == field
+
+
+@pytest.mark.parametrize("refusal", list(Refusal))
+async def test_a_refusal_arrives_with_its_caller(client: CatalogClient, nodes: Nodes, refusal: Refusal) -> None:
+    nodes.resolve.caller.tenant = "acme"
+    nodes.resolve.refusal = nodes_pb2.RefusalReason.Value(f"REFUSAL_REASON_{refusal.name}")
+    found = await client.resolve(Key(b"k" * 32, Target("bot")))
+    assert (found.outcome, found.caller.tenant) == (refusal, "acme")
+
+
+async def test_an_answer_without_outcome_is_no_permission(client: CatalogClient) -> None:
+    assert (await client.resolve(Key(b"k" * 32, Target("bot")))).outcome is Refusal.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, UnavailableError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, UnavailableError),
+        (grpc.StatusCode.UNAUTHENTICATED, UnauthenticatedError),
+        (grpc.StatusCode.PERMISSION_DENIED, PermissionDeniedError),
+        (grpc.StatusCode.NOT_FOUND, NotFoundError),
+        (grpc.StatusCode.FAILED_PRECONDITION, FailedPreconditionError),
+        (grpc.StatusCode.INTERNAL, InternalError),
+        (grpc.StatusCode.UNIMPLEMENTED, InternalError),
+    ],
+)
+async def test_a_failed_call_has_its_meaning(
+    client: CatalogClient, nodes: Nodes, code: grpc.StatusCode, kind: type[VeneerError]
+) -> None:
+    nodes.code = code
+    with pytest.raises(kind):
+        await client.grant_blobs(VERSION)
+
+
+async def test_a_control_plane_that_hangs_is_unreachable_after_the_deadline(nodes: Nodes, client: CatalogClient) -> None:
+    nodes.hang = True
+    client._timeout_s = 0.1
+    with pytest.raises(UnavailableError):
+        await client.resolve(Key(b"k" * 32, Target("bot")))
+
+
+async def test_a_control_plane_that_is_not_there_is_unreachable() -> None:
+    async with open_channel("127.0.0.1:1", ca_pem=None) as channel:
+        with pytest.raises(UnavailableError):
+            await CatalogClient(channel, base_digest=BASE).introspect(b"k" * 32)
+
+
+async def test_a_file_is_read_from_its_offset_on(client: CatalogClient) -> None:
+    grant = await client.grant_blobs(VERSION)
+    (blob,) = grant.blobs
+    assert (grant.token, grant.owner, blob.size_bytes) == ("grant", "acme", 10)
+    assert b"".join([part async for part in client.read_blob(grant, blob, offset=4, idle_s=5)]) == b"456789"
+
+
+async def test_a_transfer_that_hangs_is_given_up(client: CatalogClient, nodes: Nodes) -> None:
+    grant = await client.grant_blobs(VERSION)
+    nodes.hang = True
+    received = b""
+    with pytest.raises(UnavailableError, match=r"no bytes for 0\.1 s"):
+        async for part in client.read_blob(grant, grant.blobs[0], offset=0, idle_s=0.1):
+            received += part
+    assert received == b"0123456789"
+
+
+async def test_changes_and_reports_go_through(client: CatalogClient, nodes: Nodes) -> None:
+    page = await client.list_changes("3")
+    assert (page.next_cursor, page.reset, page.changes[0].adapter, page.changes[0].generation) == ("7", True, "bot", 4)
+    await client.report_corrupt(VERSION)
+    await client.report_not_finite(VERSION)
+    assert [request.fault for request in nodes.requests[1:]] == [
+        nodes_pb2.VERSION_FAULT_CORRUPT,
+        nodes_pb2.VERSION_FAULT_NOT_FINITE,
+    ]

@@ -1,0 +1,170 @@
+"""An engine that dies is replaced, and nobody talks to the dead one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane.engine.messages import Moved, NotFinite, Ready, Sampling, Submit, Wanted
+from dataplane.supervision import EngineSupervisor
+from tests.dataplane.doubles import VERSION, ScriptedEngine, delta, make_metrics, until
+from veneer.errors import FailedPreconditionError, UnavailableError, VeneerError
+
+SUBMIT = Submit(request_id="r", tenant="acme", prompt=(1,), sampling=Sampling(max_tokens=9))
+
+
+class FakeClient(ScriptedEngine):
+    """An engine client that dies when the test says."""
+
+    def __init__(self) -> None:
+        super().__init__((delta(1, finish="stop"),))
+        self.ready = Ready(("plan",), 64, 160)
+        self.is_alive = True
+        self.stopped = False
+        self.on_wanted: Callable[[Wanted], None] | None = None
+        self.on_moved: Callable[[Moved], None] | None = None
+        self.on_not_finite: Callable[[NotFinite], None] | None = None
+        self.on_death: Callable[[], None] | None = None
+
+    def stage(self, version: str, path: Path, /) -> None:  # type: ignore[override]
+        super().stage(version, str(path))
+
+    def fail(self, version: str, *, status: str, message: str) -> None:  # type: ignore[override]
+        super().fail(version, status, message)
+
+    def die(self) -> None:
+        self.is_alive = False
+        assert self.on_death is not None
+        self.on_death()
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+class Rig:
+    """A supervisor whose engines the test makes."""
+
+    def __init__(self) -> None:
+        self.clients: list[FakeClient] = []
+        self.errors: list[VeneerError] = []
+        self.heard: list[tuple[Any, ...]] = []
+        self.reported: list[str] = []
+        self.serving: list[bool] = []
+        self.supervisor = EngineSupervisor(
+            self.make, metrics=make_metrics(), report_not_finite=self.report, on_serving=self.on_serving
+        )
+        self.supervisor.attach(self)
+
+    async def make(self) -> Any:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.clients.append(FakeClient())
+        return self.clients[-1]
+
+    async def report(self, version: str) -> None:
+        self.reported.append(version)
+        raise UnavailableError("away")
+
+    async def on_serving(self, serving: bool) -> None:
+        self.serving.append(serving)
+
+    def want(self, version: str) -> None:
+        self.heard.append(("want", version))
+
+    def moved(self, version: str, place: str, *, seconds: float) -> None:
+        self.heard.append(("moved", version, place, seconds))
+
+    def forget_engine(self) -> None:
+        self.heard.append(("forget",))
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    made = Rig()
+    await made.supervisor.start()
+    task = asyncio.create_task(made.supervisor.run())
+    yield made
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await made.supervisor.stop()
+
+
+async def read(streams: AsyncIterator[Any]) -> list[Any]:
+    return [item async for item in streams]
+
+
+async def test_requests_and_images_go_to_the_engine_that_runs(rig: Rig) -> None:
+    (client,) = rig.clients
+    assert len(await read(rig.supervisor.submit(SUBMIT))) == 1
+    rig.supervisor.stage(VERSION, "/image")
+    rig.supervisor.unstage(VERSION, drop_device=True)
+    rig.supervisor.fail(VERSION, "UNAVAILABLE", "away")
+    assert client.calls == [("stage", VERSION, "/image"), ("unstage", VERSION, "drop"), ("fail", VERSION, "UNAVAILABLE")]
+
+
+async def test_what_the_engine_says_of_adapters_is_passed_on(rig: Rig) -> None:
+    (client,) = rig.clients
+    assert client.on_wanted is not None
+    assert client.on_moved is not None
+    client.on_wanted(Wanted(VERSION))
+    client.on_moved(Moved(VERSION, "device", 0.5))
+    assert rig.heard == [("forget",), ("want", VERSION), ("moved", VERSION, "device", 0.5)]
+
+
+async def test_a_version_with_logits_that_are_not_finite_is_reported_and_a_failed_report_harms_nobody(rig: Rig) -> None:
+    (client,) = rig.clients
+    assert client.on_not_finite is not None
+    client.on_not_finite(NotFinite(None, "r"))
+    client.on_not_finite(NotFinite(VERSION, "r"))
+    await until(lambda: rig.reported)
+    await until(lambda: not rig.supervisor._reports)
+    assert rig.reported == [VERSION]
+
+
+async def test_a_dead_engine_is_replaced_and_health_says_so_meanwhile(rig: Rig) -> None:
+    rig.errors = [FailedPreconditionError("no memory yet")]
+    rig.clients[0].die()
+    with pytest.raises(UnavailableError, match="the engine restarts"):
+        rig.supervisor.submit(SUBMIT)
+    with pytest.raises(UnavailableError):
+        await rig.supervisor.state()
+    rig.supervisor.stage(VERSION, "/image")  # nobody hears it, and nothing breaks
+    await until(lambda: rig.serving == [False, True])
+    assert len(rig.clients) == 2
+    assert rig.heard == [("forget",), ("forget",)]
+    assert len(await read(rig.supervisor.submit(SUBMIT))) == 1
+    assert rig.clients[0].calls == rig.clients[1].calls == []
+
+
+async def test_an_engine_may_die_more_than_once(rig: Rig) -> None:
+    for count in (2, 3):
+        rig.clients[-1].die()
+        await until(lambda count=count: len(rig.clients) == count and rig.serving[-1])
+    assert rig.serving == [False, True, False, True]
+
+
+async def test_a_first_engine_that_does_not_start_stops_the_node() -> None:
+    rig = Rig()
+    rig.errors = [FailedPreconditionError("kv_bytes do not fit")]
+    with pytest.raises(FailedPreconditionError, match="do not fit"):
+        await rig.supervisor.start()
+
+
+async def test_stopping_stops_the_engine(rig: Rig) -> None:
+    await rig.supervisor.stop()
+    assert rig.clients[0].stopped
+    with pytest.raises(UnavailableError):
+        rig.supervisor.submit(SUBMIT)
+
+
+def test_every_callback_of_the_client_is_used() -> None:
+    from dataplane.engine.client import EngineClient
+
+    async def names() -> set[str]:
+        return {name for name in vars(EngineClient()) if name.startswith("on_")}
+
+    assert asyncio.run(names()) == {name for name in vars(FakeClient()) if name.startswith("on_")}
