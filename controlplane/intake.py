@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import stat
 import sys
 from collections.abc import Iterator
@@ -157,7 +158,7 @@ def _violations(result: dict[str, Any], status: int | None, *, timeout_s: float,
         return [Violation(field=field, description=description) for field, description in result["violations"]]
     if result.get("exceeded") == "memory":
         description = f"the files made the check exceed its memory of {memory_bytes} bytes"
-    elif result.get("exceeded") == "time":
+    elif result.get("exceeded") == "time" or status == -signal.SIGXCPU:
         description = f"the files made the check exceed its time of {timeout_s:g} s"
     elif "failed" in result:
         description = f"the files made the check fail: {result['failed']}"

@@ -122,8 +122,11 @@ def _limit_resources(bounds: Bounds) -> None:
     for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
         allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        # At the soft limit of processor time comes SIGXCPU, which tells the parent what happened; at the hard one SIGKILL.
+        grace = 1 if kind == resource.RLIMIT_CPU else 0
+        last = allowed + grace if hard == resource.RLIM_INFINITY else min(allowed + grace, hard)
         try:
-            resource.setrlimit(kind, (allowed, allowed))
+            resource.setrlimit(kind, (allowed, last))
         except (OSError, ValueError) as error:
             raise JailError(f"resource limit {kind} could not be set: {error}") from error
 

@@ -86,6 +86,15 @@ async def test_a_check_that_takes_too_long_is_ended_and_refused(tmp_path: Path, 
     assert time.monotonic() - started < 10
 
 
+async def test_a_child_ended_for_its_processor_time_is_refused_for_its_time(
+    tmp_path: Path, tiny_base: BaseDescription, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot = """import os, signal; os.write(1, b'{"jail": null}\\n'); os.kill(os.getpid(), signal.SIGXCPU)"""
+    monkeypatch.setattr(intake, "_BOOT", boot)
+    with pytest.raises(ArtifactError, match="exceed its time of 30 s"):
+        await _check(make_adapter_folder(tmp_path, tiny_base), tiny_base)
+
+
 async def test_a_child_that_dies_is_a_typed_refusal(
     tmp_path: Path, tiny_base: BaseDescription, monkeypatch: pytest.MonkeyPatch
 ) -> None:
