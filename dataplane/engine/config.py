@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from veneer.errors import InvalidArgumentError, Violation
 
-_CHOICES = {"dtype": ("float32", "bfloat16", "float16")}
+_CHOICES = {"dtype": ("float32", "bfloat16", "float16"), "device": ("cpu",)}
 _AT_LEAST_ONE = (
     "max_sequences",
     "max_step_tokens",
@@ -28,7 +28,7 @@ class EngineConfig:
 
     Attributes:
         model_dir: Hugging Face folder of the base model.
-        device: `cpu`, or a torch device name.
+        device: `cpu`; the low-rank product has no form for another device yet.
         dtype: Weights, activations and KV cache: float32, bfloat16 or float16.
         num_threads: Threads of the math library; 0 leaves its own choice.
         max_sequences: Sequences that run at the same time.

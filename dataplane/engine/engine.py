@@ -14,6 +14,7 @@ from dataplane.engine.adapters import DeviceAdapters
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.intake import check_submit
 from dataplane.engine.kv_cache import PagePool
+from dataplane.engine.limits import Limits
 from dataplane.engine.memory import available_bytes, check_fits, plan_memory
 from dataplane.engine.messages import (
     Abort,
@@ -33,7 +34,7 @@ from dataplane.engine.messages import (
 )
 from dataplane.engine.plan import Plan
 from dataplane.engine.runner import Runner
-from dataplane.engine.scheduler import Limits, Scheduler
+from dataplane.engine.scheduler import Scheduler
 from dataplane.model.config import read_config
 from veneer.errors import VeneerError
 

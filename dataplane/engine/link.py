@@ -105,6 +105,8 @@ class ProcessLink:
         except (OSError, ValueError):
             pass  # a torn line: the process died while it wrote
         finally:
+            if self._writer is not None:
+                self._writer.close()  # an engine that still runs ends at the end of its stream
             self._died()
 
 

@@ -9,11 +9,11 @@ import itertools
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Protocol
 
 from dataplane.engine.fairness import FairQueue
 from dataplane.engine.kv_cache import PagePool
+from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Delta, Failed, FinishReason, NotFinite, Submit
 from dataplane.engine.plan import Outcome, Plan, PlannedRows
 from dataplane.engine.sequence import Phase, Sequence
@@ -36,25 +36,6 @@ class Adapters(Protocol):
 
     def is_starved(self, version: str) -> bool:
         """Whether the version could be loaded but for the slots and bytes that leases hold."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of the scheduler; see `EngineConfig`.
-
-    Attributes:
-        max_passes: Steps that may admit others before a waiting request that lacks pages, rank rows or a slot; then they wait
-            too.
-        max_scan: Waiting requests considered in one step.
-    """
-
-    max_sequences: int
-    max_step_tokens: int
-    max_step_rank_rows: int
-    max_context: int
-    max_waiting: int
-    max_passes: int = 64
-    max_scan: int = 1024
 
 
 class _Lack(enum.Enum):

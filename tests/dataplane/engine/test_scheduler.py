@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.engine.kv_cache import PagePool
+from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Delta, Failed, Sampling, Submit
 from dataplane.engine.plan import Outcome, Plan
-from dataplane.engine.scheduler import Limits, Scheduler
+from dataplane.engine.scheduler import Scheduler
 from dataplane.lora.residency import Lease
 from kernels.rows import aligned_rank
 from veneer.errors import InvalidArgumentError, ResourceExhaustedError

@@ -1,0 +1,162 @@
+"""From host memory to the arena, beside the step loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataplane.engine.adapters import DeviceAdapters, Note
+from dataplane.engine.config import EngineConfig
+from dataplane.engine.messages import Fail, Moved, Wanted
+from dataplane.lora.arena import Arena
+from dataplane.lora.image import ImagePair, build_image, write_image
+
+FEATURES = ((64, 64), (64, 32))
+
+
+def image_file(folder: Path, version: str, rank: int) -> str:
+    pairs = [
+        ImagePair(0, i, 1.0, np.ones((rank, k), np.float32), np.ones((n, rank), np.float32)) for i, (k, n) in enumerate(FEATURES)
+    ]
+    image = build_image(pairs, version=version, base_digest="b", dtype="float32", num_layers=1, num_slices=2)
+    write_image(folder / version, image)
+    return str(folder / version)
+
+
+class Harness:
+    def __init__(self, *, units: int = 8, max_rank: int = 16, max_slots: int = 2) -> None:
+        self.wake = threading.Event()
+        config = EngineConfig(
+            model_dir="", dtype="float32", arena_unit_bytes=4096, arena_bytes=units * 4096, max_rank=max_rank, max_slots=max_slots
+        )
+        self.arena = Arena(units * 4096, unit_bytes=4096, max_slots=max_slots, num_layers=1, features=FEATURES, dtype="float32")
+        self.adapters = DeviceAdapters(config, self.arena, wake=self.wake)
+        self.notes: list[Note] = []
+
+    def settle_until(self, condition: Callable[[], bool]) -> list[Note]:
+        while True:
+            self.wake.clear()
+            self.notes += self.adapters.settle()
+            if condition():
+                return self.notes
+            assert self.wake.wait(10), "nothing happens"
+
+    def is_resident(self, version: str) -> bool:
+        return any(holding.version == version and holding.place == "device" for holding in self.adapters.residency.holdings())
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Harness]]:
+    made: list[Harness] = []
+
+    def build(**changes: int) -> Harness:
+        made.append(Harness(**changes))
+        return made[-1]
+
+    yield build
+    for harness in made:
+        harness.adapters.stop()
+
+
+def test_a_missed_version_is_asked_for_once_loaded_when_staged_and_then_leased(
+    make: Callable[..., Harness], tmp_path: Path
+) -> None:
+    harness = make()
+    assert harness.adapters.acquire("v") is None
+    assert harness.adapters.settle() == [Wanted("v")]
+    assert harness.adapters.settle() == []
+    harness.adapters.stage("v", image_file(tmp_path, "v", 3))
+    notes = harness.settle_until(lambda: harness.is_resident("v"))
+    assert [type(note) for note in notes] == [Moved]
+    lease = harness.adapters.acquire("v")
+    assert lease is not None
+    assert harness.arena.descriptors.largest_rank[lease.slot] == 3
+
+
+def test_staging_alone_loads_nothing(make: Callable[..., Harness], tmp_path: Path) -> None:
+    harness = make()
+    harness.adapters.stage("v", image_file(tmp_path, "v", 3))
+    harness.settle_until(lambda: harness.adapters.is_in_host("v"))
+    assert not harness.is_resident("v")
+    assert not harness.adapters.want("v")
+    harness.settle_until(lambda: harness.is_resident("v"))
+    assert harness.adapters.want("v")
+
+
+@pytest.mark.parametrize(("rank", "units", "status"), [(17, 64, "INVALID_ARGUMENT"), (16, 2, "RESOURCE_EXHAUSTED")])
+def test_an_image_beyond_a_limit_fails_its_requests(
+    make: Callable[..., Harness], tmp_path: Path, rank: int, units: int, status: str
+) -> None:
+    harness = make(units=units)
+    harness.adapters.stage("v", image_file(tmp_path, "v", rank))
+    (note,) = harness.settle_until(lambda: bool(harness.notes))
+    assert isinstance(note, Fail)
+    assert (note.version, note.status) == ("v", status)
+    assert not harness.adapters.is_in_host("v")
+
+
+def test_an_image_of_another_version_or_no_file_is_corrupt(make: Callable[..., Harness], tmp_path: Path) -> None:
+    harness = make()
+    harness.adapters.stage("v", image_file(tmp_path, "w", 3))
+    harness.adapters.stage("x", str(tmp_path / "nothing"))
+    notes = harness.settle_until(lambda: len(harness.notes) == 2)
+    assert notes == [Moved("v", "corrupt"), Moved("x", "corrupt")]
+
+
+def test_what_was_taken_away_while_it_was_opened_does_not_come_back(
+    make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make()
+    opened, go_on = threading.Event(), threading.Event()
+    real = harness.arena.check
+
+    def slow(image: object) -> None:
+        opened.set()
+        assert go_on.wait(10)
+        real(image)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(harness.arena, "check", slow)
+    harness.adapters.stage("v", image_file(tmp_path, "v", 3))
+    assert opened.wait(10)
+    harness.adapters.unstage("v", drop_device=True)
+    go_on.set()
+    harness.adapters.stage("w", image_file(tmp_path, "w", 3))
+    harness.settle_until(lambda: harness.adapters.is_in_host("w"))
+    assert not harness.adapters.is_in_host("v")
+    assert {holding.version for holding in harness.adapters.residency.holdings()} == {"w"}
+
+
+def test_no_room_because_of_leases_is_starvation_until_one_goes(make: Callable[..., Harness], tmp_path: Path) -> None:
+    harness = make(max_slots=1)
+    for version in ("v", "w"):
+        harness.adapters.stage(version, image_file(tmp_path, version, 3))
+    assert harness.adapters.acquire("v") is None
+    harness.settle_until(lambda: harness.is_resident("v"))
+    lease = harness.adapters.acquire("v")
+    assert lease is not None
+    assert harness.adapters.acquire("w") is None
+    harness.adapters.settle()
+    while not harness.adapters.is_starved("w"):
+        harness.adapters.settle()
+    harness.adapters.release(lease)
+    harness.settle_until(lambda: harness.is_resident("w"))
+    assert Moved("v", "host") in harness.notes
+    assert not harness.is_resident("v")
+
+
+def test_a_dead_copying_thread_stops_the_engine(
+    make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(harness.arena, "check", fail)
+    harness.adapters.stage("v", image_file(tmp_path, "v", 3))
+    with pytest.raises(RuntimeError, match="planted"):
+        harness.settle_until(lambda: False)
