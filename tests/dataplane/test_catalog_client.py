@@ -1,6 +1,5 @@
 """Calls to the control plane over a real channel: what is sent, what failures mean, where the key is kept."""
 
-# ruff: noqa: ASYNC240  a key file is small
 from __future__ import annotations
 
 import asyncio

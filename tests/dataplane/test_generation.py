@@ -283,6 +283,20 @@ async def test_a_caller_that_leaves_frees_everything(stage: Stage, hang: Callabl
     assert stage.holds_nothing()
 
 
+async def test_a_caller_that_stops_reading_frees_the_engine_and_learns_why_when_it_reads_again(stage: Stage) -> None:
+    stage.limits = replace(stage.limits, max_buffer_bytes=1, slow_reader_s=0.02)
+    stage.generator = stage.build()
+    stage.engine.script = tuple(delta(70, index=place) for place in range(1000))
+    async with aclosing(stage.generator.run(REQUEST)) as parts:
+        await anext(parts)
+        await until(lambda: stage.engine.aborted)
+        assert stage.engine.num_taken < 10
+        with pytest.raises(ResourceExhaustedError, match="was not read"):
+            async for _ in parts:
+                pass
+    assert stage.holds_nothing()
+
+
 async def test_streams_are_bounded_for_the_node_and_for_each_tenant(stage: Stage) -> None:
     hang_in_engine(stage)
     running = [asyncio.create_task(stage.run()) for _ in range(2)]
