@@ -130,9 +130,11 @@ async def _publish(story: Story) -> None:
     for answer in answers:
         report = answer.version.report
         story.screen.say(
-            f"  {answer.version.owner}/{answer.version.adapter} v{answer.version.number} {answer.version.digest[:12]}: "
+            f"  {answer.version.owner}/{answer.version.adapter} v{answer.version.number} {answer.version.digest[:8]}: "
             f"rank {report.min_rank} to {report.max_rank}, {report.num_pairs} pairs on {', '.join(report.modules)}"
         )
+        for warning in report.warnings:
+            story.screen.say(f"    {warning}")
 
 
 async def _warm_up(story: Story) -> Holdings:
@@ -354,8 +356,11 @@ def main() -> int:
             faults = asyncio.run(run(stack, screen))
     except VeneerError as error:
         faults = [f"{error.status}: {error.message}"]
+    except (KeyboardInterrupt, SystemExit):
+        shutil.rmtree(folder)
+        raise
     if faults:
-        faults.append(f"logs: {folder}")
+        screen.say(f"\nlogs are kept in {folder}")
     else:
         shutil.rmtree(folder)
     screen.verdict(

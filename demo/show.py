@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn
@@ -15,7 +16,13 @@ from demo.conservation import Holdings
 from demo.stream import Stream
 from veneer.dataplane.v1 import admin_pb2, generation_pb2
 
-_PLAIN_WIDTH = 160
+_PLAIN_WIDTH = 140
+_WHOSE = {"tenant": 8, "adapter": 7, "version": 11}
+"""Columns that say what answers, with their widths in characters."""
+_HEAD = 12
+"""Characters of an answer that stay in view while its end moves on: its marker."""
+_CLOSING_WIDTH, _LIVE_WIDTH = 74, 37
+"""Width of all but the last column of the closing table, and of the live view."""
 _REASONS = {
     generation_pb2.FALLBACK_REASON_NOT_FOUND: "not found",
     generation_pb2.FALLBACK_REASON_NOT_READY: "not ready",
@@ -61,29 +68,34 @@ class Screen:
         if not self._console.is_terminal:
             yield lambda stream: self._console.print(_line(stream), highlight=False, soft_wrap=True)
             return
-        with Live(get_renderable=lambda: _live_table(streams), console=self._console, refresh_per_second=10):
+        with Live(
+            get_renderable=lambda: _live_table(streams, room=self._console.width - _LIVE_WIDTH),
+            console=self._console,
+            refresh_per_second=10,
+        ):
             yield lambda _: None
 
     def closing_table(self, streams: Sequence[Stream]) -> None:
         """Writes what became of every request."""
-        table = Table(title="Requests", title_justify="left", show_lines=False, pad_edge=False)
-        for name in ("#", "part", "tenant", "adapter", "version", "arm", "fallback"):
-            table.add_column(name, no_wrap=True)
-        table.add_column("TTFT", justify="right", no_wrap=True)
-        table.add_column("tokens/s", justify="right", no_wrap=True)
-        table.add_column("first words", no_wrap=True, overflow="ellipsis")
+        table = Table(title="Requests", title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+        for name, width in {"#": 2, "part": 7, **_WHOSE, "arm": 3, "fallback": 9}.items():
+            table.add_column(name, no_wrap=True, min_width=width)
+        for name in ("TTFT", "tokens/s"):
+            table.add_column(name, justify="right", no_wrap=True, min_width=8)
+        table.add_column("first words", no_wrap=True)
+        room = max(self._console.width - _CLOSING_WIDTH, 8)
         for number, stream in enumerate(streams, 1):
             ask, served = stream.ask, stream.served
             cells = [str(number), ask.phase, ask.tenant, _adapter(stream), _version(stream)]
             if served is None:
-                cells += ["", "", "", "", _refusal(stream)]
+                cells += ["", "", "", "", _refusal(stream)[:room]]
             else:
                 cells += [
                     str(served.arm) if served.sticky else "",
                     _REASONS.get(served.fallback_reason, "") if served.fallback else "",
                     f"{stream.time_to_first_token_s * 1000:.0f} ms",
                     f"{stream.tokens_per_s:.1f}",
-                    _words(stream),
+                    _words(stream)[:room],
                 ]
             table.add_row(*(Text(cell) for cell in cells))
         self._console.print()
@@ -93,7 +105,7 @@ class Screen:
         """Writes what the engine counted, and what it holds now beside what it held at the start."""
         engine = residency.engine
         requests = residency.device_hits + residency.host_hits + residency.store_loads
-        table = Table(title="Engine", title_justify="left", show_header=False, pad_edge=False)
+        table = Table(title="Engine", title_justify="left", show_header=False, box=SIMPLE_HEAD, pad_edge=False)
         rows = {
             "most adapters in one step": f"{engine.max_adapters_in_step}",
             "steps with at least two adapters and base rows": f"{engine.mixed_steps} of {engine.steps}",
@@ -123,22 +135,22 @@ class Screen:
             self._console.print(Text(f"✓ {checked}", style="green"))
 
 
-def _live_table(streams: Sequence[Stream]) -> Table:
-    table = Table(show_header=True, pad_edge=False, box=None)
-    for name in ("tenant", "adapter", "version"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("tokens", justify="right")
-    table.add_column("answer", no_wrap=True, overflow="ellipsis", ratio=1)
+def _live_table(streams: Sequence[Stream], *, room: int) -> Table:
+    table = Table(padding=(0, 1, 0, 0), pad_edge=False, box=None)
+    for name, width in _WHOSE.items():
+        table.add_column(name, no_wrap=True, min_width=width)
+    table.add_column("tokens", justify="right", min_width=6)
+    table.add_column("answer", no_wrap=True)
     for stream in streams:
         style = "" if stream.is_running else "red" if stream.error else "dim" if stream.end_s else "yellow"
-        cells = stream.ask.tenant, _adapter(stream), _version(stream), str(stream.num_tokens), _tail(stream)
+        cells = stream.ask.tenant, _adapter(stream), _version(stream), str(stream.num_tokens), _tail(stream, room)
         table.add_row(*(Text(cell, style=style) for cell in cells))
     return table
 
 
 def _line(stream: Stream) -> Text:
     words = _words(stream) if stream.error is None else _refusal(stream)
-    return Text(f"  {stream.ask.tenant:<9}{_adapter(stream):<9}{_version(stream):<16}{stream.num_tokens:>4} tokens  {words}")
+    return Text(f"  {stream.ask.tenant:<9}{_adapter(stream):<9}{_version(stream):<12}{stream.num_tokens:>4} tokens  {words}")
 
 
 def _adapter(stream: Stream) -> str:
@@ -147,7 +159,7 @@ def _adapter(stream: Stream) -> str:
 
 def _version(stream: Stream) -> str:
     served = stream.served
-    return f"v{served.version_number} {served.version[:12]}" if served is not None and served.version else ""
+    return f"v{served.version_number} {served.version[:8]}" if served is not None and served.version else ""
 
 
 def _refusal(stream: Stream) -> str:
@@ -158,10 +170,13 @@ def _words(stream: Stream) -> str:
     return " ".join(stream.text.split())[:60]
 
 
-def _tail(stream: Stream) -> str:
+def _tail(stream: Stream, room: int) -> str:
     if stream.error is not None:
         return _refusal(stream)
-    return " ".join(stream.text.split())[-100:] if stream.served is not None else "…"
+    if stream.served is None:
+        return "…"
+    text, room = " ".join(stream.text.split()), max(room, 2 * _HEAD)
+    return text if len(text) <= room else f"{text[:_HEAD]}…{text[_HEAD + 1 - room :]}"
 
 
 def _share(part: int, whole: int) -> str:

@@ -84,7 +84,7 @@ def test_no_prompt_of_the_run_was_trained_on() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("style", [None, *STYLES], ids=lambda style: style.title if style else "base")
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_a_style_shows_its_own_marker_on_unseen_prompts_under_peft(style: Style | None) -> None:
     pytest.importorskip("peft")
     from transformers import AutoTokenizer
