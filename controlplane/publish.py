@@ -115,6 +115,8 @@ class Publisher:
         """
         if order.alias:
             check_alias_name(order.alias)
+        if "\x00" in order.label:  # it would be refused by the last transaction, when the files are stored already
+            raise InvalidArgumentError.of([Violation("header.label", "must not hold a NUL character")])
         base = await self._bases.find(order.base)
         limits = {CONFIG: self._settings.max_config_bytes, WEIGHTS: self._settings.max_weights_bytes}
         spool = Spool(self._settings.spool_folder, limits, part_timeout_s=self._settings.part_timeout_s)

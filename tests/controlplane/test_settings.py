@@ -1,0 +1,49 @@
+"""Settings of the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
+
+
+def test_each_role_has_its_own_user_and_password_in_the_address() -> None:
+    settings = Settings(
+        database_url="postgresql://someone:secret@db:6543/veneer?sslmode=require", app_password="a@b", auth_password="c"
+    )
+    app, auth, relay = (settings.role_url(role) for role in (APP_ROLE, AUTH_ROLE, RELAY_ROLE))
+
+    assert app.render_as_string(hide_password=False) == "postgresql+psycopg://veneer_app:a%40b@db:6543/veneer?sslmode=require"
+    assert (auth.username, auth.password) == ("veneer_auth", "c")
+    assert (relay.username, relay.password) == ("veneer_relay", None)
+
+
+def test_the_owner_connects_with_the_address_that_it_was_given() -> None:
+    assert Settings(owner_url="postgresql://root:x@db/veneer").owner().drivername == "postgresql+psycopg"
+    with pytest.raises(ValueError, match="VENEER_CONTROLPLANE_OWNER_URL"):
+        Settings().owner()
+
+
+def test_no_secret_shows_when_settings_are_printed() -> None:
+    settings = Settings(
+        app_password="hidden-1", owner_url="postgresql://u:hidden-2@db/x", redis_url="redis://:hidden-3@r", pepper="hidden-4" * 8
+    )
+    assert "hidden" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tls_key": Path("key.pem")},
+        {"tls_certificate": Path("chain.pem")},
+        {"pepper": "p" * 40, "pepper_file": Path("pepper")},
+        {"max_weights_bytes": 5 << 30},
+        {"unknown": 1},
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Settings(**fields)
