@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
+import stat
 import tempfile
 from pathlib import Path
+
+from veneer.errors import FailedPreconditionError
+from veneer.local.unprivileged import NOBODY
 
 _MAX_SOCKET_FOLDER = 80  # sun_path holds 107 bytes; the rest is for the socket's own name
 
@@ -33,3 +38,16 @@ def short_folder(folder: Path) -> Path:
     if len(str(folder).encode()) <= _MAX_SOCKET_FOLDER:
         return folder
     return Path(tempfile.gettempdir()) / f"veneer-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that only we may enter, or checks that the one that is there is ours.
+
+    Raises:
+        FailedPreconditionError: Somebody else made it: sockets in it could be swapped.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    owners = {os.geteuid(), *((NOBODY,) if os.geteuid() == 0 else ())}  # Postgres of a root user may run as nobody
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in owners or found.st_mode & 0o022:
+        raise FailedPreconditionError(f"{folder} belongs to somebody else: remove it, or name a shorter state folder")

@@ -18,7 +18,7 @@ from typing import Self
 
 from veneer.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
 from veneer.local import unprivileged
-from veneer.local.ports import free_port, short_folder
+from veneer.local.ports import free_port, make_private, short_folder
 from veneer.local.process import Process
 
 SUPERUSER = "postgres"
@@ -79,7 +79,7 @@ class Postgres:
             DeadlineExceededError: It was not ready in time.
         """
         runner = _Runner(self.folder)
-        self._socket_folder.mkdir(mode=0o700, exist_ok=True)
+        make_private(self._socket_folder)
         if not (self._data / "PG_VERSION").exists():
             self._make_data(runner)
         runner.own(self.folder, self._socket_folder)

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from veneer.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
-from veneer.local.ports import free_port, short_folder
+from veneer.local.ports import free_port, make_private, short_folder
 from veneer.local.process import Process
 
 _START_ATTEMPTS = 5
@@ -62,7 +62,7 @@ class Valkey:
             UnavailableError: It ended; the message carries the end of its log.
             DeadlineExceededError: It did not answer in time.
         """
-        self._socket_folder.mkdir(mode=0o700, exist_ok=True)
+        make_private(self._socket_folder)
         for attempt in range(_START_ATTEMPTS):
             fresh = self.port == 0
             port = self.port or free_port()
