@@ -136,7 +136,7 @@ async def test_calls_that_are_cancelled_leak_no_connection(narrow: Database) -> 
     async def slow() -> None:
         async with narrow.transaction(PUBLIC) as connection:
             started.set()
-            await connection.execute(text("SELECT pg_sleep(5)"))
+            await connection.execute(text("SELECT pg_sleep(1)"))
 
     for _ in range(10):
         started.clear()
