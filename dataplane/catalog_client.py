@@ -124,6 +124,7 @@ class CatalogClient:
         self._base_digest = base_digest
         self._timeout_s = timeout_s
         self._secret = ""
+        self._is_let_in = True
 
     async def enroll(self, key_file: Path, *, token: str | None) -> None:
         """Makes the node known: by its kept key, else by a one-time token whose key is then kept in `key_file` (mode 0600).
@@ -161,7 +162,7 @@ class CatalogClient:
 
         Raises:
             UnauthenticatedError: No valid key has this digest.
-            UnavailableError: The control plane is unreachable.
+            UnavailableError: The control plane is unreachable, or does not know this node any more.
         """
         target = nodes_pb2.AdapterTarget(adapter=key.target.adapter, owner=key.target.owner)
         if key.target.version:
@@ -169,7 +170,12 @@ class CatalogClient:
         elif key.target.alias:
             target.alias = key.target.alias
         request = nodes_pb2.ResolveRequest(key_digest=key.key_digest, target=target, base_digest=self._base_digest)
-        response = await self._call(self._nodes.Resolve(request, **self._common()))
+        try:
+            response = await self._call(self._nodes.Resolve(request, **self._common()))
+        except UnauthenticatedError as error:
+            if not self._is_let_in:  # it is not the caller's key that is wrong
+                raise UnavailableError("this node is not enrolled any more", retry_after_s=1.0) from error
+            raise
         return _answer(response)
 
     async def introspect(self, key_digest: bytes) -> Identity:
@@ -200,7 +206,12 @@ class CatalogClient:
     async def list_changes(self, cursor: str) -> Changes:
         """Reads the next page of the change feed; an empty cursor means from now on."""
         request = nodes_pb2.ListChangesRequest(cursor=cursor)
-        response = await self._call(self._nodes.ListChanges(request, **self._common()))
+        try:
+            response = await self._call(self._nodes.ListChanges(request, **self._common()))
+        except UnauthenticatedError:
+            self._is_let_in = False
+            raise
+        self._is_let_in = True
         changes = tuple(
             Change(int(change.kind), change.tenant, change.adapter, change.version, change.generation)
             for change in response.changes

@@ -29,6 +29,7 @@ from dataplane.prefetcher import Claim
 from dataplane.resolution import Answer, Caller, Refusal, Target
 from dataplane.resolve_cache import Key, ResolveCache
 from dataplane.token_stream import Piece, TokenStream
+from veneer.access import Identity, set_identity
 from veneer.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError, VeneerError
 
 
@@ -189,6 +190,8 @@ class Generator:
         if self.draining:
             raise UnavailableError("the node is draining", retry_after_s=0.1)
         answer = await self._resolver.resolve(Key(request.key_digest, request.target))
+        caller = answer.caller
+        set_identity(Identity(kind="tenant", key_digest=request.key_digest, key_id=caller.key_id, tenant=caller.tenant))
         served = self._bind(request, answer)
         with self._place(answer.caller):
             budget = await self._prompts.prepare(request.prompt, max_tokens=request.choice.max_tokens)

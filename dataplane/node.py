@@ -37,6 +37,7 @@ from veneer.server import Addresses, PlaneServer, ServerOptions, Service, Tls
 _log = logging.getLogger(__name__)
 _ENROLL_S = 60.0
 _METRICS_S = 1.0
+_HEALTH_S = 0.1
 
 RULES: Rules = {
     # Whose key it is the control plane says, together with what the reference means: one call instead of two.
@@ -101,7 +102,6 @@ class Node:
             partial(EngineClient.start, _engine_config(settings), in_process=self._in_process),
             metrics=self.metrics,
             report_not_finite=self.client.report_not_finite,
-            on_serving=self._on_serving,
         )
         self._build_loading(base)
         ready = await self.supervisor.start()
@@ -134,6 +134,7 @@ class Node:
 
     def _build_loading(self, base: BaseDescription) -> None:
         settings = self._settings
+        settings.cache_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.cache = HostCache(settings.cache_folder / "images", max_bytes=settings.host_cache_budget)
         store = AdapterStore(
             self.client,
@@ -230,6 +231,7 @@ class Node:
             )
             self._spawn(self._hints.run(), "hints")
         self._spawn(self._show_metrics(), "metrics")
+        self._spawn(self._watch_health(), "health")
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -296,9 +298,17 @@ class Node:
         if hint.version:
             self.prefetcher.hint(hint.version)
 
-    async def _on_serving(self, serving: bool) -> None:  # noqa: FBT001  the name says what it is
-        if hasattr(self, "server") and not (serving and self.generator.draining):
-            await self.server.set_serving(serving)
+    async def _watch_health(self) -> None:
+        """Reports NOT_SERVING while there is no engine, or the catalogue is older than answers may be, or the node drains."""
+        was_serving = True
+        while True:
+            is_fresh = self.feed.age_s <= self._settings.t_stale_s + self._settings.poll_interval_s
+            serving = self.supervisor.is_running and is_fresh and not self.generator.draining
+            if serving != was_serving:
+                was_serving = serving
+                await self.server.set_serving(serving)
+                _log.warning("health changed", extra={"serving": serving})
+            await asyncio.sleep(_HEALTH_S)
 
     async def _refuse(self) -> None:
         self.generator.draining = True
@@ -306,7 +316,10 @@ class Node:
     def _control_plane_ca(self) -> bytes | None:
         settings = self._settings
         if settings.control_plane_ca is not None:
-            return settings.control_plane_ca.read_bytes()
+            try:
+                return settings.control_plane_ca.read_bytes()
+            except OSError as error:
+                raise InvalidArgumentError.of([Violation("control_plane_ca", f"cannot be read: {error.strerror}")]) from error
         host = settings.control_plane.rpartition(":")[0].strip("[]")
         if host not in ("localhost", "::1") and not host.startswith("127.") and not settings.allow_plaintext:
             fault = (

@@ -37,7 +37,6 @@ class EngineSupervisor:
         start: Starts an engine and waits until it is ready.
         metrics: Counts starts.
         report_not_finite: Told which version gave logits that are not finite.
-        on_serving: Told whether there is an engine that can serve.
     """
 
     def __init__(
@@ -46,16 +45,19 @@ class EngineSupervisor:
         *,
         metrics: Metrics,
         report_not_finite: Callable[[str], Awaitable[None]],
-        on_serving: Callable[[bool], Awaitable[None]],
     ) -> None:
         self._start = start
         self._metrics = metrics
         self._report_not_finite = report_not_finite
-        self._on_serving = on_serving
         self._client: EngineClient | None = None
         self._events: EngineEvents | None = None
         self._died = asyncio.Event()
         self._reports: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is an engine that can take requests."""
+        return self._client is not None
 
     def attach(self, events: EngineEvents) -> None:
         """Says who hears of adapters; before `start`."""
@@ -70,7 +72,6 @@ class EngineSupervisor:
         """Starts a new engine whenever one died, until cancelled."""
         while True:
             await self._died.wait()
-            await self._on_serving(False)  # noqa: FBT003
             pause_s = 0.1
             while self._client is None:
                 try:
@@ -79,7 +80,6 @@ class EngineSupervisor:
                     _log.error("the engine does not start", extra={"status": error.status, "cause": error.message})
                     await asyncio.sleep(pause_s)
                     pause_s = min(pause_s * 2, _MAX_PAUSE_S)
-            await self._on_serving(True)  # noqa: FBT003
 
     async def stop(self) -> None:
         """Stops the engine."""

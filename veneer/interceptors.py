@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from veneer.access import Authenticator, Identity, ListenerName, Rule, Rules, key_digest_of, set_identity
+from veneer.access import Authenticator, Identity, ListenerName, Rule, Rules, current_identity, key_digest_of, set_identity
 from veneer.errors import InternalError, PermissionDeniedError, UnauthenticatedError, VeneerError
 from veneer.statuses import code_of, message_of, trailers_of
 from veneer.validation import validate
@@ -144,6 +144,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         finally:
             seconds = time.monotonic() - start
             self._metrics.ended(self._listener, method, code, seconds=seconds)
+            if identity is not None:
+                identity = current_identity()  # a method that was open to any bearer may have found out whose key it is
             self._log(method, rule, identity, code=code, seconds=seconds)
 
     async def _admit(self, rule: Rule | None, context: _Context) -> Identity | None:

@@ -108,12 +108,15 @@ class Prompts:
         """
         match prompt:
             case TokenPrompt(ids):
-                self._check_ids(ids)
+                pass
             case TextPrompt(text):
-                ids = await self._run(lambda: self.tokenizer.encode(text, add_special_tokens=True), len(text))
+                ids = await self._run(lambda: self._encode(text, "text", add_special_tokens=True), len(text))
             case ChatPrompt(messages):
                 ids = await self._run(lambda: self._encode_chat(messages), sum(len(content) for _, content in messages))
-        return self._fit(ids, prompt, max_tokens)
+        budget = self._fit(ids, prompt, max_tokens)
+        if isinstance(prompt, TokenPrompt):
+            self._check_ids(ids)
+        return budget
 
     async def _run(self, work: Callable[[], tuple[int, ...]], length: int) -> tuple[int, ...]:
         if length <= _SHORT:
@@ -134,9 +137,25 @@ class Prompts:
         if self._template is None:
             raise FailedPreconditionError("the base model has no chat template; send a text or token ids")
         text = self._template.render([{"role": role, "content": content} for role, content in messages])
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self._encode(text, "chat", add_special_tokens=False)
+
+    def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Tokenizes a text, unless its length alone shows that it cannot fit: 4 MiB take seconds, refusing them nothing."""
+        longest = self.tokenizer.max_token_bytes
+        if longest is not None and len(text) > self.max_context * longest:
+            least = -(-len(text) // longest)
+            raise InvalidArgumentError.of(
+                [
+                    Violation(
+                        field, f"the prompt has at least {least} tokens; at most {self.max_context - 1} leave room for one more"
+                    )
+                ]
+            )
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_ids(self, ids: tuple[int, ...]) -> None:
+        if min(ids) >= 0 and max(ids) < self.vocab_size:
+            return
         for place, id_ in enumerate(ids):
             if not 0 <= id_ < self.vocab_size:
                 raise InvalidArgumentError.of(

@@ -42,6 +42,10 @@ class Pieces:
 class Tokenizer:
     """Text to ids and back. Immutable; any thread may call it.
 
+    Attributes:
+        pieces: What each id adds to the text.
+        max_token_bytes: Most bytes of text that one token can stand for; None where the tokenizer may drop some of the text.
+
     Args:
         path: The model folder's tokenizer.json.
 
@@ -57,6 +61,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.pieces = _pieces(self._tokenizer)
+        self.max_token_bytes = _max_token_bytes(self._tokenizer)
 
     @property
     def vocab_size(self) -> int:
@@ -91,6 +96,21 @@ def _pieces(tokenizer: tokenizers.Tokenizer) -> Pieces:
     if kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "ByteFallback" in kinds:
         return _byte_fallback(names, skipped, steps)
     raise TokenizerError(f"tokenizer.json: decoder {kinds} is not supported; byte-level and byte-fallback tokenizers are")
+
+
+def _max_token_bytes(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """Returns a bound that holds for tokenizers that keep every byte: no normalizer, and pre-tokenizers that only cut."""
+    parts: dict[str, Any] = json.loads(tokenizer.to_str())
+    step = parts.get("pre_tokenizer") or {}
+    steps = step.get("pretokenizers", [step])
+    keeps = all(
+        one.get("type") in ("ByteLevel", "Digits") or (one.get("type") == "Split" and one.get("behavior") != "Removed")
+        for one in steps
+    )
+    added = tokenizer.get_added_tokens_decoder().values()
+    if parts.get("normalizer") is not None or not keeps or any(token.lstrip or token.rstrip for token in added):
+        return None
+    return max((len(name.encode()) for name in tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
 
 def _byte_fallback(names: list[str | None], skipped: frozenset[int], steps: list[dict[str, Any]]) -> Pieces:

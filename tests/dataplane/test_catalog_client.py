@@ -212,6 +212,21 @@ async def test_a_failed_call_has_its_meaning(
         await client.grant_blobs(VERSION)
 
 
+async def test_a_node_that_was_revoked_does_not_blame_its_callers(client: CatalogClient, nodes: Nodes) -> None:
+    nodes.code = grpc.StatusCode.UNAUTHENTICATED
+    with pytest.raises(UnauthenticatedError):
+        await client.resolve(Key(b"k" * 32, Target("bot")))
+    with pytest.raises(UnauthenticatedError):
+        await client.list_changes("")
+    with pytest.raises(UnavailableError, match="not enrolled any more"):
+        await client.resolve(Key(b"k" * 32, Target("bot")))
+    nodes.code = None
+    await client.list_changes("")
+    nodes.code = grpc.StatusCode.UNAUTHENTICATED
+    with pytest.raises(UnauthenticatedError):
+        await client.resolve(Key(b"k" * 32, Target("bot")))
+
+
 async def test_a_control_plane_that_hangs_is_unreachable_after_the_deadline(nodes: Nodes, client: CatalogClient) -> None:
     nodes.hang = True
     client._timeout_s = 0.1

@@ -183,6 +183,11 @@ class Rig:
         status: int = (await stub.Check(health_pb2.HealthCheckRequest())).status
         return status
 
+    async def until_health(self, status: int) -> None:
+        async with asyncio.timeout(60):
+            while await self.health() != status:  # noqa: ASYNC110  a caller can only ask
+                await asyncio.sleep(0.01)
+
     async def is_idle(self) -> bool:
         state = (await self.residency()).engine
         return state.running == state.waiting == state.kv_pages_used == state.leases == 0
@@ -388,10 +393,11 @@ async def test_an_engine_that_is_killed_ends_its_streams_unavailable_and_comes_b
         assert client is not None
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
+        await rig.until_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             while True:
                 assert await call.read() is not grpc.aio.EOF
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await until(lambda: rig.node.supervisor._client is not None)
         assert (await rig.read(**BOT))[1] == before
-        assert await rig.health() == health_pb2.HealthCheckResponse.SERVING
+        await rig.until_health(health_pb2.HealthCheckResponse.SERVING)

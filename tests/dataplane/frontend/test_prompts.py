@@ -56,6 +56,7 @@ async def test_the_end_of_sequence_comes_from_the_generation_config(prompts: Pro
         (TokenPrompt((-1,)), 1, "tokens.ids[0]", "-1"),
         (TextPrompt("fox " * 40), 1, "text", "at most 15"),
         (ChatPrompt((("user", "fox " * 400),)), 1, "chat", "at most 15"),
+        (TextPrompt("fox " * 1_000_000), 1, "text", "at most 15"),
     ],
 )
 async def test_what_does_not_fit_is_refused_with_field_and_limit(

@@ -29,6 +29,15 @@ def test_a_decoder_that_cannot_be_streamed_exactly_is_refused(tmp_path: Path, de
         Tokenizer(path)
 
 
+def test_a_token_stands_for_a_bounded_text_where_none_is_dropped(byte_level_path: Path, byte_fallback_path: Path) -> None:
+    tokenizer = Tokenizer(byte_level_path)
+    assert tokenizer.max_token_bytes is not None
+    for text in ("the quick brown fox " * 9, " " * 99, "<|endoftext|>" * 9, "<tool call>" * 9, "你好" * 9):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert len(ids) * tokenizer.max_token_bytes >= len(text)
+    assert Tokenizer(byte_fallback_path).max_token_bytes is None
+
+
 def test_special_tokens_are_recognised_but_have_no_text(byte_level_path: Path) -> None:
     tokenizer = Tokenizer(byte_level_path)
     ids = tokenizer.encode("<|im_start|>hi<|im_end|>", add_special_tokens=False)
