@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 
+import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
@@ -14,9 +17,12 @@ from controlplane import models
 from controlplane.db import Database
 from controlplane.schema import make_first_operator, migrate
 from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
-from controlplane.vault import open_vault
+from controlplane.vault import new_secret, open_vault
+from tests.fixtures.controlplane import serve, settings_for
 from tests.fixtures.services import TestDatabase
+from veneer.controlplane.v1 import nodes_pb2
 from veneer.errors import AlreadyExistsError
+from veneer.local.postgres import Postgres
 
 GLOBAL_TABLES = {"bases", "alembic_version"}
 """Tables without a row of any tenant or credential; every other one must force row-level security."""
@@ -108,6 +114,14 @@ def test_the_first_operator_is_made_once(settings: Settings) -> None:
         make_first_operator(settings, vault)
 
 
+def test_the_first_operator_is_made_again_with_the_same_key_and_no_other(settings: Settings) -> None:
+    vault, key = open_vault(settings), new_secret()
+    assert make_first_operator(settings, vault, secret=key) == key
+    assert make_first_operator(settings, vault, secret=key) == key
+    with pytest.raises(AlreadyExistsError, match="made before"):
+        make_first_operator(settings, vault, secret=new_secret())
+
+
 def test_the_schema_can_be_taken_down(fresh_database: TestDatabase) -> None:
     from alembic import command
     from alembic.config import Config
@@ -125,3 +139,29 @@ def test_the_schema_can_be_taken_down(fresh_database: TestDatabase) -> None:
     engine.dispose()
 
     assert left == ["alembic_version"]
+
+
+@pytest.fixture
+def plain_owner(postgres: Postgres) -> Iterator[str]:
+    """Address of a database whose owner is no superuser, as on managed servers."""
+    with psycopg.connect(postgres.url(scheme="postgresql"), autocommit=True) as connection:
+        connection.execute("CREATE ROLE plain_owner LOGIN CREATEROLE")
+        connection.execute("CREATE DATABASE plain OWNER plain_owner")
+    yield postgres.url(user="plain_owner", database="plain")
+    with psycopg.connect(postgres.url(scheme="postgresql"), autocommit=True) as connection:
+        connection.execute("DROP DATABASE plain WITH (FORCE)")
+        connection.execute("DROP ROLE plain_owner")
+
+
+async def test_an_owner_without_the_rights_of_a_superuser_is_enough(plain_owner: str, pepper_file: Path, tmp_path: Path) -> None:
+    settings = settings_for(TestDatabase(url=plain_owner, owner_url=plain_owner), pepper_file, tmp_path)
+    await asyncio.to_thread(migrate, settings)
+    async for world in serve(settings):
+        await world.base()
+        tenant, node = await world.tenant("acme"), await world.node()
+        published = await world.publish(tenant)
+        report = nodes_pb2.ReportVersionRequest(version=published.version.digest, fault=nodes_pb2.VERSION_FAULT_CORRUPT)
+        assert (await node.nodes.ReportVersion(report)).quarantined
+
+    with psycopg.connect(plain_owner.replace("+psycopg", "")) as connection:
+        assert connection.execute("SELECT count(*) FROM versions").fetchone() == (0,)  # the wall is forced on the owner too
