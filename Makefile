@@ -38,7 +38,7 @@ check: lint type ## lint and types: what must pass before a commit
 lint: $(STUBS) ## style, layers and the API's files
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo 'run: make format'; exit 1; }
-	@$(BIN)/lint-imports --no-logo --no-color --no-timings > .venv/layers.log || { cat .venv/layers.log; exit 1; }
+	@$(BIN)/lint-imports --no-logo > .venv/layers.log || { cat .venv/layers.log; exit 1; }
 	@$(BIN)/buf lint
 	@test -z '$(LAST_RELEASE)' || $(BIN)/buf breaking --against '.git#tag=$(LAST_RELEASE)'
 	@$(BIN)/buf format --diff --exit-code > .venv/buf.log || { cat .venv/buf.log; echo 'run: make format'; exit 1; }
