@@ -9,8 +9,8 @@ import psycopg
 from alembic import command
 from alembic.config import Config
 from psycopg import sql
-from sqlalchemy import Connection, create_engine, insert, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import Connection, create_engine, select, text
+from sqlalchemy.dialects.postgresql import insert
 
 from controlplane import models
 from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
@@ -42,25 +42,30 @@ def migrate(settings: Settings, *, revision: str = "head") -> None:
         engine.dispose()
 
 
-def make_first_operator(settings: Settings, vault: Vault) -> str:
+def make_first_operator(settings: Settings, vault: Vault, *, secret: str | None = None) -> str:
     """Makes the first operator and returns its key. Blocks.
 
+    Args:
+        settings: Say who the owner of the tables is.
+        vault: Derives what is stored.
+        secret: The key, where the caller keeps it: made again with the same key, nothing changes. None draws one.
+
     Raises:
-        AlreadyExistsError: It was made before; its key cannot be shown again.
+        AlreadyExistsError: It was made before, with another key; that cannot be shown again.
     """
-    secret = new_secret()
+    key = new_secret() if secret is None else secret
+    row = {"id": uuid.uuid4(), "origin": _FIRST, "hash": vault.key_hash(secret_digest(key))}
+    columns = models.operators.c
     engine = create_engine(settings.owner())
     try:
         with engine.begin() as connection:
-            row = {"id": uuid.uuid4(), "origin": _FIRST, "hash": vault.key_hash(secret_digest(secret))}
-            connection.execute(insert(models.operators).values(row))
-    except IntegrityError as error:
-        raise AlreadyExistsError(
-            "the first operator was made before; its key was shown then and cannot be shown again"
-        ) from error
+            connection.execute(insert(models.operators).values(row).on_conflict_do_nothing(index_elements=["origin"]))
+            stored = connection.execute(select(columns.hash).where(columns.origin == _FIRST)).scalar_one()
     finally:
         engine.dispose()
-    return secret
+    if stored != row["hash"]:
+        raise AlreadyExistsError("the first operator was made before; its key was shown then and cannot be shown again")
+    return key
 
 
 def _set_passwords(connection: Connection, settings: Settings) -> None:

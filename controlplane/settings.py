@@ -27,6 +27,7 @@ class Settings(BaseSettings):
         auth_password: Password of `veneer_auth`.
         relay_password: Password of `veneer_relay`.
         owner_url: Address with the user that owns the tables; only `migrate` and `bootstrap` use it.
+        owner_password: Password of that user, where the address holds none.
         pool_size: Connections kept open for each role.
         pool_overflow: Further connections of the application role under load.
         pool_timeout_s: Wait for a free connection, then UNAVAILABLE.
@@ -71,6 +72,7 @@ class Settings(BaseSettings):
     auth_password: SecretStr | None = None
     relay_password: SecretStr | None = None
     owner_url: SecretStr | None = None
+    owner_password: SecretStr | None = None
     pool_size: Annotated[int, Field(ge=1, le=200)] = 10
     pool_overflow: Annotated[int, Field(ge=0, le=200)] = 10
     pool_timeout_s: Annotated[float, Field(gt=0, le=30)] = 2.0
@@ -147,4 +149,5 @@ class Settings(BaseSettings):
         """
         if self.owner_url is None:
             raise ValueError("VENEER_CONTROLPLANE_OWNER_URL is not set")
-        return make_url(self.owner_url.get_secret_value()).set(drivername="postgresql+psycopg")
+        url = make_url(self.owner_url.get_secret_value()).set(drivername="postgresql+psycopg")
+        return url if self.owner_password is None else url.set(password=self.owner_password.get_secret_value())

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from controlplane.settings import Settings
@@ -19,6 +20,10 @@ _MIN_PEPPER = 32
 def new_secret() -> str:
     """A fresh credential: `vnr_` and 43 characters that carry 256 random bits."""
     return SECRET_PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def _random() -> str:
+    return secrets.token_urlsafe(48)
 
 
 def secret_digest(secret: str) -> bytes:
@@ -79,13 +84,41 @@ def open_vault(settings: Settings) -> Vault:
         raise ValueError(f"VENEER_CONTROLPLANE_PEPPER_FILE: {error}") from error
 
 
-def ensure_pepper_file(path: Path) -> bool:
-    """Makes the pepper file, readable by its owner only, unless it exists; says whether it made it."""
+def ensure_secret_file(path: Path, make: Callable[[], str] = _random) -> bool:
+    """Makes a file with a secret, readable by its owner only, unless it exists; says whether it made it.
+
+    It appears whole: whoever sees it sees all of it, and one that was cut short is not taken for a secret.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        return False
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(make())
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(part, path)
     except FileExistsError:
         return False
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_urlsafe(48))
+    finally:
+        part.unlink()
     return True
+
+
+def ensure_secret_files(*, owner: Path, service: Path) -> None:
+    """Makes the secrets of an installation as files named after their settings, for `--secrets-dir`; those that exist stay.
+
+    Args:
+        owner: Folder for the password of the tables' owner, which serving needs not.
+        service: Folder for the pepper and the passwords of the three roles.
+    """
+    ensure_secret_file(owner / secret_file_name("owner_password"))
+    for setting in ("pepper", "app_password", "auth_password", "relay_password"):
+        ensure_secret_file(service / secret_file_name(setting))
+
+
+def secret_file_name(setting: str) -> str:
+    """Name of the file from which `--secrets-dir` reads a setting."""
+    return f"{Settings.model_config['env_prefix']}{setting}".lower()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -21,9 +22,16 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the process and returns its exit status: 2 for settings that are wrong, 1 for a start that failed."""
     parser = argparse.ArgumentParser(prog="dataplane", description="Veneer's data plane; settings come from VENEER_DATAPLANE_*.")
     parser.add_argument("command", choices=["serve"], help="serve: stream tokens until a signal comes")
-    parser.parse_args(argv)
+    parser.add_argument(
+        "--secrets-dir",
+        action="append",
+        type=_folder,
+        metavar="FOLDER",
+        help="read settings that the environment lacks from files named like their variables, in lower case; may be repeated",
+    )
+    chosen = parser.parse_args(argv)
     try:
-        settings = Settings()  # type: ignore[call-arg]
+        settings = Settings(_secrets_dir=chosen.secrets_dir)  # type: ignore[call-arg]
         configure(settings.log_level)
     except ValidationError as error:
         for fault in error.errors(include_input=False, include_url=False):
@@ -39,6 +47,12 @@ def main(argv: list[str] | None = None) -> int:
         _log.critical("the data plane cannot start", extra={"status": error.status, "cause": error.message})
         return 1
     return 0
+
+
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a folder")
+    return Path(text)
 
 
 async def _serve(settings: Settings) -> None:

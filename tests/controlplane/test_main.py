@@ -53,6 +53,32 @@ def test_bootstrap_shows_the_first_operators_key_once(environment: dict[str, str
     assert "cannot be shown again" in again.err
 
 
+def test_bootstrap_with_a_key_file_can_be_run_again(
+    environment: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    key_file = tmp_path / "operator.key"
+    for _ in range(2):
+        assert main(["bootstrap", "--key-file", str(key_file)]) == 0
+        assert capsys.readouterr().out == ""
+    assert main(["bootstrap", "--key-file", str(key_file), "--show"]) == 0
+    assert capsys.readouterr().out.strip() == key_file.read_text()
+    assert main(["bootstrap", "--key-file", str(tmp_path / "another.key")]) == 1
+    assert "made before" in capsys.readouterr().err
+
+
+def test_settings_are_read_from_a_folder_of_secrets_too(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.delenv(PREFIX + "PEPPER_FILE")
+    assert main(["bootstrap"]) == 1
+    assert main(["secrets", "--owner", str(tmp_path / "owner"), "--service", str(tmp_path / "service")]) == 0
+    assert main(["--secrets-dir", str(tmp_path / "service"), "bootstrap"]) == 0
+    assert "VENEER_CONTROLPLANE_PEPPER" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--secrets-dir", str(tmp_path / "absent"), "serve"])
+    assert "is not a folder" in capsys.readouterr().err
+
+
 def test_migrating_needs_the_owner(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

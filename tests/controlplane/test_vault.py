@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.settings import Settings
-from controlplane.vault import Vault, ensure_pepper_file, new_secret, open_vault, secret_digest
+from controlplane.vault import Vault, ensure_secret_file, ensure_secret_files, new_secret, open_vault, secret_digest
 from veneer.access import key_digest_of
 
 PEPPER = bytes(range(32))
@@ -54,12 +54,39 @@ def test_a_short_pepper_is_refused() -> None:
 
 def test_the_pepper_file_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "new" / "pepper"
-    assert ensure_pepper_file(path)
+    assert ensure_secret_file(path)
     first = path.read_bytes()
-    assert not ensure_pepper_file(path)
+    assert not ensure_secret_file(path)
     assert path.read_bytes() == first
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert open_vault(Settings(pepper_file=path)).cache_salt("a") == Vault(first).cache_salt("a")
+    assert [one.name for one in path.parent.iterdir()] == ["pepper"]
+
+
+def test_a_secret_that_cannot_be_made_leaves_no_file(tmp_path: Path) -> None:
+    def fail() -> str:
+        raise OSError("no randomness")
+
+    with pytest.raises(OSError, match="no randomness"):
+        ensure_secret_file(tmp_path / "pepper", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_secrets_of_an_installation_are_made_once_and_read_by_their_names(tmp_path: Path) -> None:
+    owner, service = tmp_path / "owner", tmp_path / "service"
+    ensure_secret_files(owner=owner, service=service)
+    made = {path.name: path.read_text() for path in (*owner.iterdir(), *service.iterdir())}
+    ensure_secret_files(owner=owner, service=service)
+
+    served = Settings(_secrets_dir=[service])
+    owned = Settings(_secrets_dir=[owner, service], owner_url="postgresql://someone@db/veneer")
+
+    assert {path.name: path.read_text() for path in (*owner.iterdir(), *service.iterdir())} == made
+    assert len(set(made.values())) == 5
+    assert None not in (served.app_password, served.auth_password, served.relay_password, served.pepper)
+    assert served.owner_password is None
+    assert owned.owner().password == made["veneer_controlplane_owner_password"]
+    open_vault(served)
 
 
 def test_the_vault_says_which_setting_is_missing(tmp_path: Path) -> None:

@@ -55,6 +55,16 @@ def test_a_bad_value_stops_the_start_and_names_the_variable(
     assert "many" not in said
 
 
+def test_secrets_are_read_from_a_folder_that_must_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "veneer_dataplane_enrollment_token").write_text("vnr_secret\n")
+    token = Settings(_secrets_dir=[tmp_path], model_dir=tmp_path).enrollment_token
+    assert token is not None
+    assert token.get_secret_value() == "vnr_secret"
+    with pytest.raises(SystemExit):
+        main(["--secrets-dir", str(tmp_path / "absent"), "serve"])
+    assert "is not a folder" in capsys.readouterr().err
+
+
 def test_the_serving_process_never_loads_torch() -> None:
     code = "import sys, dataplane.__main__, dataplane.node; print({'torch', 'sqlalchemy', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from veneer.cli import catalog, generation, operations, stack, tenants
+from veneer.cli import catalog, generation, nodes, operations, stack, tenants
 from veneer.cli.output import print_error
 from veneer.cli.target import DEFAULT_STATE, Target
 from veneer.errors import VeneerError
@@ -31,6 +31,12 @@ def options(
     operator_key: Annotated[
         str, typer.Option(envvar="VENEER_OPERATOR_KEY", help="Key of an operator.", rich_help_panel=_GROUP)
     ] = "",
+    operator_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="VENEER_OPERATOR_KEY_FILE", help="File with it.", exists=True, dir_okay=False, rich_help_panel=_GROUP
+        ),
+    ] = None,
     control: Annotated[str, typer.Option(envvar="VENEER_CONTROL", help="Control plane, host:port.", rich_help_panel=_GROUP)] = "",
     data: Annotated[str, typer.Option(envvar="VENEER_DATA", help="Data plane, host:port.", rich_help_panel=_GROUP)] = "",
     control_operators: Annotated[
@@ -54,7 +60,7 @@ def options(
         data=data,
         data_operators=data_operators,
         key=key,
-        operator_key=operator_key,
+        operator_key=operator_key or ("" if operator_key_file is None else operator_key_file.read_text().strip()),
         ca=ca,
     )
 
@@ -72,6 +78,7 @@ app.command("rollback")(catalog.rollback)
 app.command("retire")(catalog.retire)
 app.command("generate")(generation.generate)
 app.add_typer(operations.bases, name="base", help="Base models (for operators).")
+app.add_typer(nodes.nodes, name="node", help="Data planes (for operators).")
 app.add_typer(tenants.tenants, name="tenant", help="Tenants (for operators).")
 app.add_typer(tenants.keys, name="key", help="Keys of a tenant (for its owners, and with --tenant for operators).")
 app.add_typer(tenants.grants, name="grant", help="Which other tenants may use an adapter.")

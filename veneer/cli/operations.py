@@ -6,16 +6,15 @@ import asyncio
 from pathlib import Path
 from typing import Annotated, Any
 
-import grpc
 import typer
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from veneer.artifact import describe_base
-from veneer.channel import ClientTls, open_channel
+from veneer.channel import ClientTls
 from veneer.cli.output import console, print_json, print_table, say, short, size, when
 from veneer.cli.target import Target
 from veneer.controlplane.v1 import bases_pb2
 from veneer.dataplane.v1 import admin_pb2
+from veneer.health import SERVING, ask_health
 
 bases = typer.Typer(no_args_is_help=True)
 
@@ -72,13 +71,13 @@ def status(context: typer.Context, *, json: Json = False) -> None:
         data = target.data or (state.data if state else "127.0.0.1:7700")
         tls = None if target.ca is None else ClientTls(ca=target.ca)
         health = {
-            "control plane": f"{await _health(control, tls)} at {control}",
-            "data plane": f"{await _health(data, tls)} at {data}",
+            "control plane": f"{await ask_health(control, tls=tls)} at {control}",
+            "data plane": f"{await ask_health(data, tls=tls)} at {data}",
         }
         if not (target.operator_key or state):
             return health, None
         async with target.operator() as operator:
-            return health, await operator.residency() if health["data plane"].startswith("SERVING") else None
+            return health, await operator.residency() if health["data plane"].startswith(SERVING) else None
 
     health, residency = asyncio.run(run())
     if json:
@@ -87,7 +86,7 @@ def status(context: typer.Context, *, json: Json = False) -> None:
         print_table("planes", ("plane", "health"), list(health.items()))
         if residency is not None:
             _print_residency(residency)
-    if not all(text.startswith("SERVING") for text in health.values()):
+    if not all(text.startswith(SERVING) for text in health.values()):
         raise typer.Exit(1)
 
 
@@ -110,12 +109,3 @@ def _print_residency(residency: admin_pb2.GetResidencyResponse) -> None:
         for one in residency.versions
     ]
     print_table("resident versions", ("version", "tier", "rank", "size", "leases"), held)
-
-
-async def _health(address: str, tls: ClientTls | None) -> str:
-    async with open_channel(address, tls=tls) as channel:
-        try:
-            response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
-        except grpc.aio.AioRpcError as error:
-            return error.code().name
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))

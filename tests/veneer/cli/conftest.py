@@ -30,7 +30,17 @@ Run = Callable[..., Outcome]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """`run("publish", folder, …)` runs the command in this process; the environment names no key and no plane."""
-    for name in ("API_KEY", "OPERATOR_KEY", "CONTROL", "DATA", "CONTROL_OPERATORS", "DATA_OPERATORS", "CA", "STATE"):
+    for name in (
+        "API_KEY",
+        "OPERATOR_KEY",
+        "OPERATOR_KEY_FILE",
+        "CONTROL",
+        "DATA",
+        "CONTROL_OPERATORS",
+        "DATA_OPERATORS",
+        "CA",
+        "STATE",
+    ):
         monkeypatch.delenv(f"VENEER_{name}", raising=False)
 
     def run(*arguments: object) -> Outcome:

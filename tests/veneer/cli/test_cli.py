@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import stat
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +101,29 @@ def test_status_shows_health_and_residency(veneer: Run) -> None:
     assert out.count("SERVING at 127.0.0.1") == 2
     assert "KV pages" in out
     assert json.loads(ok(veneer("status", "--json")))["residency"]["engine"]["running"] == 0
+
+
+def test_a_data_plane_is_let_in_by_a_token_and_turned_out(veneer: Run, stack: LocalStack, tmp_path: Path) -> None:
+    assert SECRET.fullmatch(ok(veneer("node", "token", "second")).strip())
+    file = tmp_path / "token"
+    ok(veneer("node", "token", "second", "--out", file))
+    assert SECRET.fullmatch(file.read_text())
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    kept = file.read_text()
+    assert "has a key already" in ok(veneer("node", "token", "second", "--out", file, "--unless", stack.folder / "node.key"))
+    assert file.read_text() == kept
+    [listed] = json.loads(ok(veneer("node", "list", "--json")))
+    assert listed["name"] == "local"
+    assert "local" in ok(veneer("node", "list"))
+    assert "there is no such node" in veneer("node", "revoke", uuid.uuid4()).err
+
+
+def test_the_operators_key_may_be_named_by_its_file(run: Run, stack: LocalStack, tmp_path: Path) -> None:
+    file = tmp_path / "operator"
+    file.write_text(stack.state.operator_key + "\n")
+    to = ("--control-operators", stack.state.control_operators)
+    assert "acme" in ok(run("--operator-key-file", file, *to, "tenant", "list"))
+    assert run(*to, "tenant", "list").status == 1
 
 
 def test_a_base_is_registered_once_and_listed(veneer: Run, model_dir: Path, model_base: BaseDescription) -> None:
