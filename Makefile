@@ -13,7 +13,7 @@ PROTOS := $(shell find proto -name '*.proto')
 BENCH_JSON ?= bench.json
 LAST_RELEASE = $(shell git describe --tags --abbrev=0 --match "v*" 2>/dev/null)
 
-.PHONY: help demo up down test test-long check lint type proto bench format
+.PHONY: help demo up down test test-long docker-test check lint type proto bench format
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-10s %s\n", $$1, $$2}'
@@ -32,6 +32,9 @@ test: $(STUBS) ## every suite but the slow tests, with the time that each took
 
 test-long: $(STUBS) ## every suite with the slow tests
 	@$(BIN)/python tests/run.py --long
+
+docker-test: $(STUBS) ## build the images, start compose.yaml, try it from outside, take it down
+	@$(BIN)/python -m pytest -m docker tests/docker -s -q
 
 check: lint type ## lint and types: what must pass before a commit
 
