@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -76,13 +77,32 @@ class Attention(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Chunks that are attended to together: several of equal length without context, or one with context.
+
+    Attributes:
+        first_row: Row of the batch at which the first starts; the others follow without a gap.
+        num_chunks: Chunks.
+        num_rows: Rows of each.
+        blocks: int64 [layers, 2, pages] of the cache that hold context and chunk; None without context.
+        mask: [rows, tokens of those pages]; None without context.
+    """
+
+    first_row: int
+    num_chunks: int
+    num_rows: int
+    blocks: Tensor | None
+    mask: Tensor | None
+
+
 class TorchAttention:
     """Attention from PyTorch's own operations.
 
     Decode rows go together: their pages are gathered by table and attended to in one masked product, in which the query heads
     that share a key head stand where a sequence of queries would (grouped-query attention without repeated keys). Prefill
-    chunks go one by one. The mask replaces scores (−inf is selected, nothing is multiplied), and values behind it are zeros or
-    the sequence's own.
+    chunks that have context go one by one, others of equal length together. The mask replaces scores (−inf is selected, nothing
+    is multiplied), and values behind it are zeros or the sequence's own.
     """
 
     def __init__(self, config: LlamaConfig, kv: PagedKv) -> None:
@@ -102,8 +122,7 @@ class TorchAttention:
         if batch.num_decode:
             self._decode_blocks = batch.decode_pages.flatten() * self._blocks_per_page + self._block_offsets
             self._decode_mask = self._mask(batch.decode_lengths[:, None], batch.decode_pages.shape[1])[:, None, None, :]
-        self._chunk_blocks = [chunk.pages * self._blocks_per_page + self._block_offsets for chunk in batch.chunks]
-        self._chunk_masks = [self._chunk_mask(chunk) for chunk in batch.chunks]
+        self._groups = self._group(batch.chunks)
 
     def __call__(self, qk: Tensor, v: Tensor, *, layer: int) -> Tensor:
         """See `Attention`."""
@@ -116,13 +135,14 @@ class TorchAttention:
         out = torch.empty(q.shape[0], config.q_size, dtype=q.dtype, device=q.device)
         if batch.num_decode:
             out[: batch.num_decode] = self._decode(q[: batch.num_decode], layer)
-        for chunk, blocks, mask in zip(batch.chunks, self._chunk_blocks, self._chunk_masks, strict=True):
-            rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
-            if chunk.context:
-                keys, values = self._gather(blocks[layer], 1)
+        for group in self._groups:
+            shape = (group.num_chunks, group.num_rows)
+            rows = slice(group.first_row, group.first_row + group.num_chunks * group.num_rows)
+            if group.blocks is None:
+                keys, values = k[rows].unflatten(0, shape), v[rows].unflatten(0, shape)
             else:
-                keys, values = k[rows].unsqueeze(0), v[rows].unsqueeze(0)
-            out[rows] = self._attend(q[rows].unsqueeze(0), keys, values, mask)
+                keys, values = self._gather(group.blocks[layer], 1)
+            out[rows] = self._attend(q[rows].unflatten(0, shape), keys, values, group.mask)
         return out
 
     def _decode(self, q: Tensor, layer: int) -> Tensor:
@@ -145,7 +165,7 @@ class TorchAttention:
             scale=self._scale,
             enable_gqa=True,
         )
-        return out.transpose(1, 2).reshape(q.shape[1], self._config.q_size)
+        return out.transpose(1, 2).reshape(-1, self._config.q_size)
 
     def _gather(self, blocks: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values [sequences, tokens of all their pages, kv_heads, head_dim]."""
@@ -154,11 +174,20 @@ class TorchAttention:
         keys, values = gathered.view(2, num_sequences, -1, config.num_kv_heads, config.head_dim)
         return keys, values
 
-    def _chunk_mask(self, chunk: Chunk) -> Tensor | None:
-        if not chunk.context:
-            return None
-        ends = torch.arange(chunk.context + 1, chunk.context + 1 + chunk.num_rows, device=chunk.pages.device)
-        return self._mask(ends[:, None], chunk.pages.shape[0])
+    def _group(self, chunks: tuple[Chunk, ...]) -> list[_Group]:
+        groups: list[_Group] = []
+        for chunk in chunks:
+            if chunk.context:
+                ends = torch.arange(chunk.context + 1, chunk.context + 1 + chunk.num_rows, device=chunk.pages.device)
+                mask = self._mask(ends[:, None], chunk.pages.shape[0])
+                blocks = chunk.pages * self._blocks_per_page + self._block_offsets
+                groups.append(_Group(chunk.first_row, 1, chunk.num_rows, blocks, mask))
+            elif groups and groups[-1].blocks is None and groups[-1].num_rows == chunk.num_rows:
+                last = groups.pop()
+                groups.append(_Group(last.first_row, last.num_chunks + 1, last.num_rows, None, None))
+            else:
+                groups.append(_Group(chunk.first_row, 1, chunk.num_rows, None, None))
+        return groups
 
     def _mask(self, lengths: Tensor, num_pages: int) -> Tensor:
         """Returns [..., tokens] in the cache's dtype: 0 where the token lies before `lengths`, −inf elsewhere."""

@@ -422,3 +422,21 @@ def test_an_abort_gives_everything_back_within_one_step(stage: str) -> None:
     loop.turn()
     assert_idle(scheduler, adapters)
     assert not scheduler.abort("a")
+
+
+@pytest.mark.parametrize("ending", ["stop", "abort", "not finite"])
+def test_what_rows_in_flight_use_is_held_until_they_are_committed(ending: str) -> None:
+    adapters = FakeAdapters({"v1r3"})
+    scheduler = make(adapters=adapters)
+    scheduler.add(submit("a", version="v1r3", stops=(7,)), 0.0)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    if ending == "abort":
+        scheduler.abort("a")
+    scheduler.commit(first, [None if ending == "not finite" else 7])
+    assert scheduler.request_ids == ()
+    assert (len(adapters.leases), scheduler.num_pages_used, scheduler.num_running) == (1, 2, 1)
+    assert scheduler.schedule() is None
+    assert scheduler.commit(second, [9]) == Outcome((), (), ())
+    assert_idle(scheduler, adapters)
