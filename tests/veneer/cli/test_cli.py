@@ -46,7 +46,7 @@ def test_an_adapter_goes_from_folder_to_answer_and_back(veneer: Run, make_folder
     generate = ("generate", "hello", "--adapter", "tour", "--max-tokens", 4, "--temperature", 0, "--json")
     assert served(veneer(*generate))["version"] == first
     assert second[:12] in ok(veneer("alias", "tour", "2"))
-    assert served(veneer(*generate))["version"] == second
+    followed(lambda: served(veneer(*generate))["version"] == second)
     assert "75 %" in ok(veneer("split", "tour", "1=3", f"{second[:10]}=1"))
     assert served(veneer(*generate, "--unit", "someone"))["sticky"] is True
     assert f"{second[:12]} 100 %" in ok(veneer("rollback", "tour"))
@@ -54,6 +54,11 @@ def test_an_adapter_goes_from_folder_to_answer_and_back(veneer: Run, make_folder
     assert "retired tour version 2" in ok(veneer("retire", "tour", "v2"))
     assert "first" in ok(veneer("versions", "tour"))
     assert "tour" in ok(veneer("adapters"))
+
+
+def followed(condition: Callable[[], bool]) -> None:
+    """Waits until the data plane has followed a change: a busy machine may answer from memory for some seconds."""
+    assert any(condition() for _ in range(100))
 
 
 def served(outcome: Outcome) -> dict[str, object]:
@@ -88,7 +93,7 @@ def test_another_tenant_uses_a_granted_adapter_and_no_other(veneer: Run, make_fo
     assert "NOT_FOUND" in refused.err
     ok(veneer("grant", "create", "shared", "guest"))
     assert "shared" in ok(veneer("grant", "list"))
-    assert "acme/shared version 1" in veneer(*use).err
+    followed(lambda: "acme/shared version 1" in veneer(*use).err)
     ok(veneer("grant", "revoke", "shared", "guest"))
     [listed] = json.loads(ok(veneer("key", "list", "--tenant", "guest", "--json")))
     assert listed["roles"] == ["ROLE_CALLER"]
