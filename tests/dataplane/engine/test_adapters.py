@@ -43,7 +43,7 @@ class Harness:
             self.notes += self.adapters.settle()
             if condition():
                 return self.notes
-            assert self.wake.wait(10), "nothing happens"
+            assert self.wake.wait(60), "nothing happens"
 
     def is_resident(self, version: str) -> bool:
         return any(holding.version == version and holding.place == "device" for holding in self.adapters.residency.holdings())
@@ -116,12 +116,12 @@ def test_what_was_taken_away_while_it_was_opened_does_not_come_back(
 
     def slow(image: object) -> None:
         opened.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         real(image)  # type: ignore[arg-type]
 
     monkeypatch.setattr(harness.arena, "check", slow)
     harness.adapters.stage("v", image_file(tmp_path, "v", 3))
-    assert opened.wait(10)
+    assert opened.wait(60)
     harness.adapters.unstage("v", drop_device=True)
     go_on.set()
     harness.adapters.stage("w", image_file(tmp_path, "w", 3))

@@ -49,7 +49,7 @@ def assert_idle(state: State) -> None:
 
 
 async def until(client: EngineClient, condition: Callable[[State], bool]) -> State:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition(state := await client.state()):
             pass
     return state
