@@ -203,7 +203,10 @@ async def test_hints_never_make_others_leave(rig: Rig) -> None:
     rig.cache.add(OTHER, size_bytes=950)
     rig.prefetcher.hint(VERSION)
     await until(lambda: not rig.prefetcher._hints.qsize())
-    assert rig.store.started == []
+    rig.cache.remove(OTHER)
+    rig.prefetcher.hint(THIRD)
+    await until(lambda: THIRD in rig.cache.versions())
+    assert rig.store.started == [THIRD]
 
 
 async def test_a_hint_for_what_does_not_exist_costs_one_question(rig: Rig) -> None:

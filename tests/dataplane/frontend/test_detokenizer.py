@@ -49,6 +49,14 @@ def test_the_deltas_of_broken_characters_are_their_decoding(tokenizer: Tokenizer
     assert "".join(deltas_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+def test_a_special_token_inside_a_character_does_not_break_it(tokenizer: Tokenizer) -> None:
+    ids = list(tokenizer.encode("👩", add_special_tokens=False))
+    special = next(id_ for id_ in sorted(tokenizer.pieces.skipped))
+    assert len(ids) > 1
+    broken = [ids[0], special, *ids[1:]]
+    assert "".join(deltas_of(tokenizer, broken)) == tokenizer.decode(broken) == tokenizer.decode(ids)
+
+
 @given(text=st.text(alphabet="aé你👩\u200d", max_size=20))
 def test_no_delta_holds_a_part_of_a_character(tokenizer: Tokenizer, text: str) -> None:
     ids = list(tokenizer.encode(text, add_special_tokens=False))
