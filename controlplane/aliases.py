@@ -172,7 +172,6 @@ def _last_whole(history: Sequence[Row[Any, Any, Any]], present: Alias) -> str:
         num_arms[row.generation] = num_arms.get(row.generation, 0) + 1
     now = present.arms[0].version if len(present.arms) == 1 else None
     for row in history:
-        earlier_and_whole = row.generation < present.generation and num_arms[row.generation] == 1
-        if earlier_and_whole and row.version != now and row.state == READY:
+        if num_arms[row.generation] == 1 and row.version != now and row.state == READY:
             return str(row.version)
     raise FailedPreconditionError("the alias has no earlier ready version to go back to; set the alias instead")

@@ -107,6 +107,14 @@ async def test_what_is_not_committed_is_not_announced(world: World, hints: PubSu
     assert [hint.adapter for hint in await received(hints, 1)] == ["open"]
 
 
+async def test_an_event_that_commits_late_is_not_overtaken(world: World, hints: PubSub) -> None:
+    async with world.plane.database.transaction(Scope.of_tenant("acme")) as connection:
+        await changes.record(connection, Change(kind=ChangeKind.ALIAS, tenant="acme", adapter="early start"))
+        await write(world.plane.database, "late start")
+        await world.plane.relay.relay_batch()
+    assert [hint.adapter for hint in await received(hints, 2)] == ["early start", "late start"]
+
+
 async def test_events_wait_while_redis_is_away_and_catalogue_writes_go_on(
     world: World, own_valkey: Valkey, database: TestDatabase, hints: PubSub
 ) -> None:
