@@ -297,5 +297,7 @@ def _translate(error: grpc.aio.AioRpcError) -> VeneerError:
             return NotFoundError("no such adapter, alias or version")
         case grpc.StatusCode.FAILED_PRECONDITION:
             return FailedPreconditionError(error.details() or "the control plane refuses this in the present state")
+        case grpc.StatusCode.DATA_LOSS:
+            return FailedPreconditionError("files of the version are lost")
         case code:
             return InternalError(f"the control plane answered {code.name}")
