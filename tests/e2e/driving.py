@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -166,10 +166,29 @@ def engine_pid(stack: LocalStack) -> int:
 
 
 @contextlib.contextmanager
-def stopped(pid: int) -> Any:
+def stopped(pid: int) -> Iterator[None]:
     """Holds a process still for a while."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def blobs_of(stack: LocalStack, version: str) -> Path:
+    """Where the store keeps a version's files."""
+    return stack.folder / "store" / version[:2] / version
+
+
+@contextlib.contextmanager
+def blobs_unreadable(stack: LocalStack, version: str) -> Iterator[None]:
+    """The store cannot read a version's files for a while: a link that leads to itself is in their place."""
+    folder = blobs_of(stack, version)
+    away = folder.with_suffix(".away")
+    folder.rename(away)
+    folder.symlink_to(folder.name)
+    try:
+        yield
+    finally:
+        folder.unlink()
+        away.rename(folder)

@@ -1,0 +1,161 @@
+"""Parts of the system that die and come back: what must go on goes on, what cannot says so, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from tests.e2e.conftest import Publish
+from tests.e2e.driving import Answer, Stream, aside, conserved, engine_pid, generate, until
+from veneer.client import Client
+from veneer.errors import UnavailableError
+from veneer.local.stack import LocalStack
+from veneer.operator_client import OperatorClient
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("healthy")]
+
+_LONG = 1900
+_MOVE_SEEN_WITHIN_S = 3.0  # poll interval 0.2 s, and a busy machine; far below the 5 s that an answer may be used unasked
+_REFUSED_WITHIN_S = 15.0
+
+
+async def test_without_valkey_nothing_fails_and_moves_are_still_seen(
+    stack: LocalStack, acme: Client, operator: OperatorClient, publish: Publish
+) -> None:
+    one = (await publish(acme, "A", adapter="unhinted")).version.digest
+    running = Stream(acme, "unhinted", max_tokens=_LONG)
+    await running.first()
+    stack.valkey.kill()
+
+    two = (await publish(acme, "B", adapter="unhinted")).version.digest
+    assert (await generate(acme, "unhinted")).text == "A" * 8
+    for version, marker in ((two, "B"), (one, "A")):
+        await acme.set_alias("unhinted", {version: 1})
+        await until(lambda marker=marker: _writes(acme, "unhinted", marker), within_s=_MOVE_SEEN_WITHIN_S)  # type: ignore[misc]
+    answer = await running.read()
+    assert (answer.error, answer.text) == (None, "A" * _LONG)
+
+    await aside(stack.valkey.start)
+    three = (await publish(acme, "C", adapter="unhinted")).version.digest
+    await until(lambda: _is_held(operator, three))  # nobody asked for it: a hint brought it, over a new subscription
+
+
+async def test_without_postgres_cached_rights_serve_and_writes_are_refused_quickly(
+    stack: LocalStack, acme: Client, publish: Publish
+) -> None:
+    await publish(acme, "D", adapter="cached")
+    assert (await generate(acme, "cached")).text == "D" * 8
+    running = Stream(acme, "cached", max_tokens=_LONG)
+    await running.first()
+    await aside(stack.postgres.kill)
+
+    start = time.monotonic()
+    with pytest.raises(UnavailableError):
+        await acme.create_grant("cached", "rival")
+    assert time.monotonic() - start < _REFUSED_WITHIN_S
+    for _ in range(3):
+        assert (await generate(acme, "cached")).text == "D" * 8
+    answer = await running.read()
+    assert (answer.error, answer.text) == (None, "D" * _LONG)
+
+    await aside(stack.postgres.start)
+    await until(lambda: acme.create_grant("cached", "rival"))
+    published = await publish(acme, "E", adapter="cached", alias="stable")
+    assert published.version.number == 2
+    await until(lambda: _writes(acme, "cached", "E"))
+    await acme.revoke_grant("cached", "rival")
+
+
+async def test_a_killed_control_plane_stops_no_stream_and_forgets_nothing(
+    stack: LocalStack, acme: Client, publish: Publish
+) -> None:
+    one = (await publish(acme, "F", adapter="lasting")).version.digest
+    two = (await publish(acme, "G", adapter="lasting")).version.digest
+    assert (await generate(acme, "lasting")).text == "F" * 8
+    running = Stream(acme, "lasting", max_tokens=_LONG)
+    await running.first()
+    stack.control_plane.kill()
+
+    assert (await generate(acme, "lasting")).text == "F" * 8
+    answer = await running.read()
+    assert (answer.error, answer.text) == (None, "F" * _LONG)
+    with pytest.raises(UnavailableError):
+        await acme.set_alias("lasting", {two: 1})
+
+    await aside(stack.control_plane.start)
+    versions = await until(lambda: acme.versions("lasting"))
+    assert {version.digest for version in versions} == {one, two}
+    await until(lambda: acme.set_alias("lasting", {two: 1}))
+    await until(lambda: _writes(acme, "lasting", "G"))
+
+
+async def test_a_killed_data_plane_ends_its_streams_unavailable_and_serves_again_without_a_new_publish(
+    stack: LocalStack, acme: Client, publish: Publish
+) -> None:
+    for marker, name in (("H", "crash-h"), ("I", "crash-i")):
+        await publish(acme, marker, adapter=name)
+    streams = [Stream(acme, name, max_tokens=_LONG) for name in ("crash-h", "crash-i", "crash-h", "crash-i")]
+    for stream in streams:
+        await stream.first()
+    reading = [asyncio.create_task(stream.read()) for stream in streams]
+    stack.data_plane.kill()
+    for answer, marker in zip(await asyncio.gather(*reading), "HIHI", strict=True):
+        _assert_cut_off(answer, marker)
+
+    await aside(stack.data_plane.start)
+    for marker, name in (("H", "crash-h"), ("I", "crash-i")):
+        assert await until(lambda marker=marker, name=name: _writes(acme, name, marker))  # type: ignore[misc]
+
+
+async def test_a_killed_engine_ends_its_streams_unavailable_and_the_data_plane_lives_on(
+    stack: LocalStack, acme: Client, operator: OperatorClient, publish: Publish
+) -> None:
+    await publish(acme, "J", adapter="engine")
+    data_plane, engine = stack.data_plane.process.pid, engine_pid(stack)
+    async with conserved(operator):
+        streams = [Stream(acme, adapter, max_tokens=_LONG) for adapter in ("engine", "", "engine")]
+        for stream in streams:
+            await stream.first()
+        reading = [asyncio.create_task(stream.read()) for stream in streams]
+        os.kill(engine, signal.SIGKILL)
+        cut, base, also_cut = await asyncio.gather(*reading)
+        _assert_cut_off(cut, "J")
+        _assert_cut_off(also_cut, "J")
+        assert isinstance(base.error, UnavailableError)
+        await until(lambda: _writes(acme, "engine", "J"))
+    assert stack.data_plane.process.pid == data_plane
+    assert engine_pid(stack) != engine
+
+
+async def test_a_data_plane_that_is_asked_to_stop_finishes_its_streams(stack: LocalStack, acme: Client, publish: Publish) -> None:
+    await publish(acme, "K", adapter="drained")
+    running = Stream(acme, "drained", max_tokens=600)
+    await running.first()
+    stopping = asyncio.create_task(aside(stack.data_plane.stop))
+    answer = await running.read()
+    assert (answer.error, answer.text) == (None, "K" * 600)
+    await stopping
+    with pytest.raises(UnavailableError):
+        await generate(acme, "drained")
+    await aside(stack.data_plane.start)
+    await until(lambda: _writes(acme, "drained", "K"))
+
+
+def _assert_cut_off(answer: Answer, marker: str) -> None:
+    """It ended UNAVAILABLE, never well, and what came is the beginning of the right answer."""
+    assert isinstance(answer.error, UnavailableError)
+    assert answer.finish is None
+    assert 0 < answer.num_tokens < _LONG
+    assert answer.text == marker * answer.num_tokens
+
+
+async def _writes(client: Client, adapter: str, marker: str) -> bool:
+    return (await generate(client, adapter, max_tokens=3)).text == marker * 3
+
+
+async def _is_held(operator: OperatorClient, version: str) -> bool:
+    return any(held.version == version for held in (await operator.residency()).versions)
