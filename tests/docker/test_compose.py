@@ -118,8 +118,9 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     assert not any(map(is_taken, PORTS)), f"compose.yaml needs the ports {PORTS} of this machine; stop what listens there"
     provide_wheels()
     try:
-        with timed("build"):
-            system.compose("build", timeout_s=BUILD_S)
+        for service in ("secrets", "model"):  # one after the other: both begin with the same layers
+            with timed(f"build of the image of {service}"):
+                system.compose("build", service, timeout_s=BUILD_S)
         with timed("first up, until healthy"):
             system.up()
         system.use(VENEER_OPERATOR_KEY=system.compose("run", "--rm", "-T", "bootstrap", "--show").strip())
