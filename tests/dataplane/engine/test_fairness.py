@@ -42,6 +42,8 @@ def test_weight_multiplies_a_share() -> None:
 
 def test_a_pause_banks_no_credit() -> None:
     queue = FairQueue()
+    queue.push(sequence("y", "early"))
+    drain(queue, 1)
     for i in range(20):
         queue.push(sequence("x", f"x{i}"))
     drain(queue, 10)

@@ -1,0 +1,83 @@
+"""Filling the step buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane.engine.batch import StepBuffers
+from dataplane.engine.messages import Sampling
+from dataplane.engine.plan import Plan, PlannedRows
+from dataplane.model.attention import PagedKv
+
+CPU = torch.device("cpu")
+SAMPLING = Sampling(max_tokens=4)
+
+
+@pytest.fixture
+def kv(plain: Any) -> PagedKv:
+    return PagedKv(plain.config, num_pages=20, page_size=4, dtype=torch.float32, device=CPU)
+
+
+@pytest.fixture
+def buffers() -> StepBuffers:
+    return StepBuffers(max_step_tokens=16, max_sequences=4, max_pages=5, device=CPU)
+
+
+def rows(seat: int, start: int, ids: tuple[int, ...], **fields: Any) -> PlannedRows:
+    values = {
+        "slot": -1, "count": len(ids), "new_pages": (), "num_pages_before": 0, "sampling": SAMPLING, "sample_index": 0,
+        "history": None,
+    }  # fmt: skip
+    return PlannedRows(seat=seat, start=start, ids=ids, **(values | fields))
+
+
+def plan(*parts: PlannedRows) -> Plan:
+    return Plan(parts, sum(part.count for part in parts), frozenset())
+
+
+def test_rows_positions_and_cache_rows_follow_the_plan(buffers: StepBuffers, kv: PagedKv) -> None:
+    buffers.fill(plan(rows(0, 0, (9,) * 6, new_pages=(7, 3), sampling=None)), kv)
+    step = buffers.fill(
+        plan(
+            rows(0, 6, (5,), slot=2, num_pages_before=2),
+            rows(1, 0, (11, 12, 13, 14, 15), slot=3, new_pages=(4, 8)),
+            rows(2, 0, (1, 2), new_pages=(6,), sampling=None),
+        ),
+        kv,
+    )
+    batch = step.batch
+    assert batch.ids.tolist() == [5, 11, 12, 13, 14, 15, 1, 2]
+    assert batch.positions.tolist() == [6, 0, 1, 2, 3, 4, 0, 1]
+    assert batch.kv_rows.tolist() == [
+        kv.row_of(page, at) for page, at in ((3, 2), (4, 0), (4, 1), (4, 2), (4, 3), (8, 0), (6, 0), (6, 1))
+    ]
+    assert step.row_slot.tolist() == [2, 3, 3, 3, 3, 3, -1, -1]
+    assert (batch.num_decode, batch.decode_lengths.tolist(), batch.decode_pages.tolist()) == (1, [7], [[7, 3]])
+    assert [(c.first_row, c.num_rows, c.context, c.pages.tolist()) for c in batch.chunks] == [(1, 5, 0, [4, 8]), (6, 2, 0, [6])]
+    assert batch.sample_rows is not None
+    assert batch.sample_rows.tolist() == [0, 5]
+    assert len(step.sampled) == 2
+
+
+def test_page_lists_are_padded_with_page_zero_whatever_a_seat_held_before(buffers: StepBuffers, kv: PagedKv) -> None:
+    buffers.fill(plan(rows(1, 0, (9,) * 16, new_pages=(2, 3, 4, 5))), kv)
+    step = buffers.fill(plan(rows(0, 0, (1,), new_pages=(6,)), rows(1, 0, (1,), new_pages=(7,))), kv)
+    assert step.batch.decode_pages.tolist() == [[6], [7]]
+    buffers.fill(plan(rows(0, 1, (1,) * 8, new_pages=(8, 9), num_pages_before=1)), kv)
+    step = buffers.fill(plan(rows(0, 9, (1,)), rows(1, 1, (1,))), kv)
+    assert step.batch.decode_pages.tolist() == [[6, 8, 9], [7, 0, 0]]
+
+
+def test_a_missing_id_is_named_with_its_row_and_seat(buffers: StepBuffers, kv: PagedKv) -> None:
+    step = buffers.fill(plan(rows(0, 0, (1,), new_pages=(6,)), rows(3, 0, (), count=1, new_pages=(7,))), kv)
+    assert step.late == ((1, 3),)
+
+
+def test_buffers_keep_their_addresses(buffers: StepBuffers, kv: PagedKv) -> None:
+    first = buffers.fill(plan(rows(0, 0, (1, 2), new_pages=(6,))), kv).batch
+    second = buffers.fill(plan(rows(0, 2, (3,)), rows(1, 0, (1,), new_pages=(7,))), kv).batch
+    assert first.ids.data_ptr() == second.ids.data_ptr()
+    assert first.kv_rows.data_ptr() == second.kv_rows.data_ptr()
