@@ -85,9 +85,8 @@ async def test_cancelled_before_the_engine_took_it(
     adapter = (await publish(acme, "D")).version.adapter
     await generate(acme, adapter)
     async with conserved(operator):
-        with stopped(engine_pid(stack)):
-            with pytest.raises(DeadlineExceededError):
-                await generate(acme, adapter, timeout_s=0.5)
+        with stopped(engine_pid(stack)), pytest.raises(DeadlineExceededError):
+            await generate(acme, adapter, timeout_s=0.5)
     assert (await generate(acme, adapter)).text == "D" * 8
 
 
