@@ -53,7 +53,7 @@ def test_a_special_token_inside_a_character_does_not_break_it(tokenizer: Tokeniz
     ids = list(tokenizer.encode("👩", add_special_tokens=False))
     special = next(id_ for id_ in sorted(tokenizer.pieces.skipped))
     assert len(ids) > 1
-    broken = [ids[0], special, *ids[1:]]
+    broken = [*ids[:-1], special, ids[-1]]
     assert "".join(deltas_of(tokenizer, broken)) == tokenizer.decode(broken) == tokenizer.decode(ids)
 
 
