@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from dataplane.engine.config import EngineConfig
-from dataplane.model.config import LlamaConfig
-from dataplane.model.llama import weight_bytes
+from dataplane.model.architecture import Architecture
+from dataplane.model.decoder import weight_bytes
 from veneer.errors import FailedPreconditionError
 
 _MEMINFO = Path("/proc/meminfo")
@@ -59,7 +59,7 @@ class MemoryPlan:
         return tuple(f"{name:<16}{size / _MIB:>10,.1f} MiB  {note}".rstrip() for name, size, note in table)
 
 
-def plan_memory(config: EngineConfig, model: LlamaConfig) -> MemoryPlan:
+def plan_memory(config: EngineConfig, model: Architecture) -> MemoryPlan:
     """Computes the plan.
 
     Raises:

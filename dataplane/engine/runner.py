@@ -12,28 +12,28 @@ from dataplane.engine.memory import MemoryPlan
 from dataplane.engine.plan import Plan
 from dataplane.engine.sampler import Sampler
 from dataplane.lora.arena import Arena
+from dataplane.model.architecture import Architecture
 from dataplane.model.attention import PagedKv, TorchAttention
-from dataplane.model.config import LlamaConfig
-from dataplane.model.loader import DTYPES, load_llama
+from dataplane.model.loader import DTYPES, load_decoder
 from kernels.cpu import CpuLowRank
 from kernels.rows import build_rank_rows
 from kernels.sites import Site
 
 
-def model_sites(config: LlamaConfig) -> tuple[Site, ...]:
-    """Returns the fused projections; slices in the order q, k, v, o, gate, up, down."""
-    hidden, inner = config.hidden, config.intermediate
-    return (
-        Site.fused("qkv", first_slice=0, in_features=hidden, out_features=(config.q_size, config.kv_size, config.kv_size)),
-        Site.fused("o", first_slice=3, in_features=config.q_size, out_features=(hidden,)),
-        Site.fused("gate_up", first_slice=4, in_features=hidden, out_features=(inner, inner)),
-        Site.fused("down", first_slice=6, in_features=inner, out_features=(hidden,)),
-    )
+def model_sites(form: Architecture) -> tuple[Site, ...]:
+    """Returns the fused products; their slices are the projections, in order."""
+    sites = []
+    for name in dict.fromkeys(part.site for part in form.projections):
+        slices = [index for index, part in enumerate(form.projections) if part.site == name]
+        parts = [form.projections[index] for index in slices]
+        out_features = tuple(part.out_features for part in parts)
+        sites.append(Site.fused(name, first_slice=slices[0], in_features=parts[0].in_features, out_features=out_features))
+    return tuple(sites)
 
 
-def model_features(config: LlamaConfig) -> tuple[tuple[int, int], ...]:
+def model_features(form: Architecture) -> tuple[tuple[int, int], ...]:
     """Returns (in, out) of each slice."""
-    return tuple((site.in_features, last - first) for site in model_sites(config) for first, last in site.columns)
+    return tuple((part.in_features, part.out_features) for part in form.projections)
 
 
 class Runner:
@@ -44,7 +44,7 @@ class Runner:
         kv: The KV tensor.
     """
 
-    def __init__(self, config: EngineConfig, model: LlamaConfig, memory: MemoryPlan) -> None:
+    def __init__(self, config: EngineConfig, model: Architecture, memory: MemoryPlan) -> None:
         device, dtype = torch.device(config.device), DTYPES[config.dtype]
         self.arena = Arena(
             config.arena_bytes,
@@ -57,7 +57,7 @@ class Runner:
         )
         self.kv = PagedKv(model, num_pages=memory.num_pages + 1, page_size=config.page_size, dtype=dtype, device=device)
         with torch.inference_mode():
-            self._model = load_llama(Path(config.model_dir), model, max_context=memory.max_context, dtype=dtype, device=device)
+            self._model = load_decoder(Path(config.model_dir), model, max_context=memory.max_context, dtype=dtype, device=device)
         self._attention = TorchAttention(model, self.kv)
         self._low_rank = CpuLowRank(
             self.arena.tensor,

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from dataplane.engine.config import EngineConfig
-from dataplane.model.config import LlamaConfig, parse_config
-from dataplane.model.llama import weight_shapes
+from dataplane.model.architecture import Architecture
+from dataplane.model.config import parse_config
+from dataplane.model.decoder import weight_shapes
 
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,7 +34,7 @@ FIELDS = {
 class PlainLlama:
     """The model written down naively: one sequence, no cache, no fusion, float32."""
 
-    def __init__(self, config: LlamaConfig, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(self, config: Architecture, weights: dict[str, torch.Tensor]) -> None:
         self.config = config
         self.weights = weights
 
@@ -41,7 +42,7 @@ class PlainLlama:
         """Returns logits at every position, [tokens, vocab]."""
         c, w = self.config, self.weights
         n, half = len(tokens), c.head_dim // 2
-        angle = torch.arange(n)[:, None] * c.rope_theta ** (-torch.arange(half) / half)
+        angle = torch.arange(n)[:, None] * c.layers[0].rope.theta ** (-torch.arange(half) / half)
         x = w["model.embed_tokens.weight"][tokens]
         for i in range(c.num_layers):
             p = f"model.layers.{i}."

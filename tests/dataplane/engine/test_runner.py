@@ -111,9 +111,9 @@ def test_each_site_has_one_base_product_over_all_rows(tiny_config: Make, plain: 
     rows_of: list[int] = []
     product = torch.nn.functional.linear
 
-    def count(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def count(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows_of.append(len(x))
-        return product(x, weight)
+        return product(x, weight, bias)
 
     monkeypatch.setattr("dataplane.model.linear.F.linear", count)
     scheduler.add(submit("a", [1]), 0.0)

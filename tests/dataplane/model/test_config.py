@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dataplane.model.config import Llama3Rope, parse_config, read_config
+from dataplane.model.config import parse_config, read_config
+from dataplane.model.rope import Llama3Scaling, Rope
 from veneer.errors import InvalidArgumentError
 
 FIELDS: dict[str, Any] = {
@@ -34,21 +35,20 @@ def test_both_spellings_of_the_rotary_parameters_mean_the_same() -> None:
         | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}}
     )
     assert old == new
-    assert old.rope_llama3 == Llama3Rope(8.0, 1.0, 4.0, 8192)
-    assert old.rope_theta == 5e5
+    assert old.layers[0].rope == Rope(5e5, 16, Llama3Scaling(8.0, 1.0, 4.0, 8192), 1.0, 256)
 
 
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, "architectures"),
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"vocab_size": "many"}, "vocab_size"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "llama3 parameters"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
     ],
 )
 def test_what_this_code_does_not_compute_is_refused_by_name(change: dict[str, Any], field: str) -> None:

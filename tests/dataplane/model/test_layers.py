@@ -9,6 +9,7 @@ import torch
 
 from dataplane.model.config import parse_config
 from dataplane.model.layers import Rotary, rms_norm, rotary_frequencies, rotate, silu_mul
+from dataplane.model.rope import Rope
 
 FIELDS = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
@@ -18,6 +19,12 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+
+
+def rope(scaling: dict[str, object] | None = None) -> Rope:
+    own = parse_config(FIELDS | {"rope_scaling": scaling}).layers[0].rope
+    assert own is not None
+    return own
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
@@ -31,8 +38,7 @@ def test_layers_follow_their_formulas_in_each_dtype(dtype: torch.dtype, toleranc
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
-    config = parse_config(FIELDS)
-    rotary = Rotary(config, max_context=64, dtype=torch.float32, device=torch.device("cpu"))
+    rotary = Rotary(rope(), max_context=64, dtype=torch.float32, device=torch.device("cpu"))
     q, k = torch.randn(1, 4, 16), torch.randn(1, 4, 16)
 
     def turned(x: torch.Tensor, position: int) -> torch.Tensor:
@@ -46,8 +52,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
 
 
 def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> None:
-    plain = rotary_frequencies(parse_config(FIELDS))
-    scaled = rotary_frequencies(parse_config(FIELDS | {"rope_scaling": LLAMA3}))
+    plain, scaled = rotary_frequencies(rope()), rotary_frequencies(rope(LLAMA3))
     waves = 2 * math.pi / plain
     for wave, before, after in zip(waves.tolist(), plain.tolist(), scaled.tolist(), strict=True):
         if wave < 16:

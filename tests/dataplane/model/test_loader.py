@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dataplane.model.config import LlamaConfig, parse_config
-from dataplane.model.llama import Llama, weight_bytes, weight_shapes
-from dataplane.model.loader import load_llama
+from dataplane.model.architecture import Architecture
+from dataplane.model.config import parse_config
+from dataplane.model.decoder import Decoder, weight_bytes, weight_shapes
+from dataplane.model.loader import load_decoder
 from veneer.errors import InvalidArgumentError
 
 FIELDS = {
@@ -21,12 +22,12 @@ CONFIG = parse_config(FIELDS)
 TIED = parse_config(FIELDS | {"tie_word_embeddings": True})
 
 
-def weights(config: LlamaConfig) -> dict[str, torch.Tensor]:
+def weights(config: Architecture) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape) for name, shape in weight_shapes(config).items()}
 
 
-def load(folder: Path, config: LlamaConfig) -> Llama:
-    return load_llama(folder, config, max_context=64, dtype=torch.float32, device=torch.device("cpu"))
+def load(folder: Path, config: Architecture) -> Decoder:
+    return load_decoder(folder, config, max_context=64, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_projections_of_a_site_are_fused_in_order(tmp_path: Path) -> None:
