@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from veneer.artifact.description import MODULE_SITES, BaseDescription, TargetModule
+from veneer.artifact.description import BaseDescription, TargetModule
 from veneer.artifact.digest import Manifest
+from veneer.artifact.families import read_family, read_max_context, read_modules, whole
 from veneer.artifact.faults import Faults, quote
 from veneer.artifact.header import DTYPE_BYTES, FLOAT_DTYPES, HeaderLimits, TensorRef, read_header
 from veneer.artifact.source import opened
 from veneer.artifact.strict_json import parse_object
-
-FAMILIES = {"LlamaForCausalLM": "llama"}
-"""Model families that the data plane runs, by architecture name."""
 
 _HEADER_LIMITS = HeaderLimits(
     max_header_bytes=64 << 20, max_tensors=1 << 16, max_name_chars=256, max_dimension=1 << 31, dtypes=frozenset(DTYPE_BYTES)
@@ -52,12 +50,13 @@ def describe_base(folder: Path, *, name: str | None = None, known_names: Sequenc
     shards = _read_shards(folder, faults=faults)
     shapes = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
     faults.raise_if_any()
-    family = _read_family(config, faults=faults)
+    family = read_family(config, faults=faults)
     faults.raise_if_any()
-    modules = _read_modules(config, faults=faults)
-    num_layers = _whole(config, "num_hidden_layers", faults=faults, largest=1024)
-    vocab_size = _whole(config, "vocab_size", faults=faults, largest=1 << 30)
-    max_context = _whole(config, "max_position_embeddings", faults=faults, largest=1 << 30)
+    assert family is not None, "a family that is not known is a fault"
+    modules = read_modules(config, family, faults=faults)
+    num_layers = whole(config, "num_hidden_layers", faults=faults, largest=1024)
+    vocab_size = whole(config, "vocab_size", faults=faults, largest=1 << 30)
+    max_context = read_max_context(config, faults=faults)
     faults.raise_if_any()
     _check_tensors(shapes, modules, num_layers, vocab_size, int(config["hidden_size"]), faults=faults)
     faults.raise_if_any()
@@ -67,7 +66,7 @@ def describe_base(folder: Path, *, name: str | None = None, known_names: Sequenc
     return BaseDescription(
         digest=_digest(config, shards, text),
         name=chosen[:200],
-        family=family,
+        family=family.name,
         num_layers=num_layers,
         modules=modules,
         vocab_size=vocab_size,
@@ -161,49 +160,6 @@ def _is_file_name(value: Any) -> bool:
     return (
         isinstance(value, str) and value.endswith(".safetensors") and "/" not in value and "\\" not in value and "\0" not in value
     )
-
-
-def _read_family(config: dict[str, Any], *, faults: Faults) -> str:
-    names = config.get("architectures") or []
-    families = (
-        {FAMILIES[name] for name in names if isinstance(name, str) and name in FAMILIES} if isinstance(names, list) else set()
-    )
-    if len(families) != 1 or len(names) != 1:
-        supported = ", ".join(FAMILIES)
-        faults.add(
-            "config.json: architectures",
-            f"{quote(names)} (model_type {quote(config.get('model_type'))}) is not supported; {supported} is",
-        )
-        return ""
-    if config.get("quantization_config"):
-        faults.add("config.json: quantization_config", "quantised bases are not supported; convert the weights to bf16")
-    return families.pop()
-
-
-def _read_modules(config: dict[str, Any], *, faults: Faults) -> tuple[TargetModule, ...]:
-    hidden = _whole(config, "hidden_size", faults=faults)
-    heads = _whole(config, "num_attention_heads", faults=faults)
-    inner = _whole(config, "intermediate_size", faults=faults)
-    kv_heads = heads if config.get("num_key_value_heads") is None else _whole(config, "num_key_value_heads", faults=faults)
-    head_dim = hidden // heads if config.get("head_dim") is None else _whole(config, "head_dim", faults=faults)
-    features = {
-        "self_attn.q_proj": (hidden, heads * head_dim),
-        "self_attn.k_proj": (hidden, kv_heads * head_dim),
-        "self_attn.v_proj": (hidden, kv_heads * head_dim),
-        "self_attn.o_proj": (heads * head_dim, hidden),
-        "mlp.gate_proj": (hidden, inner),
-        "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
-    }
-    return tuple(TargetModule("model.layers.{layer}." + path, site, *features[path]) for path, site in MODULE_SITES.items())
-
-
-def _whole(config: dict[str, Any], key: str, *, faults: Faults, largest: int = 1 << 20) -> int:
-    value = config.get(key)
-    if type(value) is not int or not 0 < value <= largest:
-        faults.add(f"config.json: {key}", f"must be a whole number from 1 to {largest}, not {quote(value)}")
-        return 1
-    return value
 
 
 def _check_tensors(

@@ -16,6 +16,14 @@ MODULE_SITES = {
 }
 """Projections of a Llama layer in slice order, with the fused projection that computes each."""
 
+FUSED_MODULE_SITES = {
+    "self_attn.qkv_proj": "qkv",
+    "self_attn.o_proj": "o",
+    "mlp.gate_up_proj": "gate_up",
+    "mlp.down_proj": "down",
+}
+"""Likewise for families whose checkpoints hold q, k, v as one tensor, and gate, up as one: each is one slice."""
+
 
 @dataclass(frozen=True, slots=True)
 class TargetModule:

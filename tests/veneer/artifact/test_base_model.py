@@ -110,8 +110,8 @@ def _cut(tensors: Tensors) -> None:
     ("change", "faults"),
     [
         (
-            {"config": {"architectures": ["MistralForCausalLM"]}},
-            ["['MistralForCausalLM'] (model_type 'llama') is not supported; LlamaForCausalLM is"],
+            {"config": {"architectures": ["MixtralForCausalLM"]}},
+            ["['MixtralForCausalLM'] (model_type 'llama') is not supported; LlamaForCausalLM, MistralForCausalLM, "],
         ),
         ({"config": {"architectures": ...}}, ["is not supported"]),
         ({"config": {"architectures": ["LlamaForCausalLM", "X"]}}, ["is not supported"]),
