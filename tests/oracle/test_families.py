@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dataplane.model.architecture import Architecture
 from dataplane.model.config import read_config
-from tests.fixtures.families import FUSED, Tiny, make_setting, rope
-from tests.fixtures.oracle import PAGE_SIZE, Row, Setting, compare, mixed_rows
+from tests.fixtures.families import FUSED, VOCAB, Tiny, make_setting, rope, save_model
+from tests.fixtures.oracle import PAGE_SIZE, MixedBatches, Oracle, Row, Setting, compare, mixed_rows, random_rows
 from veneer.artifact import describe_base
 
 pytestmark = [
@@ -129,7 +133,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("chunk", [1, 7, PAGE_SIZE, 512])
 def test_a_mixed_batch_equals_each_row_alone(case: Case, chunk: int) -> None:
     result = compare(case.setting.ours.logits(case.rows, chunk=chunk), case.theirs, tolerance=TOLERANCE)
-    print(chunk, result)
     assert result.largest_error <= TOLERANCE
     assert result.decided >= LEAST_DECIDED
     assert result.wrong_tokens == 0
@@ -142,3 +145,53 @@ def test_catalogue_and_engine_read_the_same_of_a_model(case: Case) -> None:
     assert [(module.path, module.site, module.in_features, module.out_features) for module in base.modules] == [
         ("model.layers.{layer}." + part.path, part.site, part.in_features, part.out_features) for part in form.projections
     ]
+
+
+def test_every_adapter_changes_what_its_rows_say(case: Case) -> None:
+    ids = case.rows[0].ids
+    said = case.setting.ours.logits([Row(name, ids) for name in (None, *case.setting.adapters)], chunk=512)
+    for one, other in itertools.combinations(said, 2):
+        assert (one - other).abs().max() > 100 * TOLERANCE
+
+
+def _each_layer(form: Architecture, **changes: Any) -> Architecture:
+    return replace(form, layers=tuple(replace(layer, **changes) for layer in form.layers))
+
+
+def _each_rope(form: Architecture, **changes: Any) -> Architecture:
+    layers = (layer if layer.rope is None else replace(layer, rope=replace(layer.rope, **changes)) for layer in form.layers)
+    return replace(form, layers=tuple(layers))
+
+
+# A model, and what is planted in the record that is read from its configuration.
+MUTANTS: dict[str, tuple[str, Callable[[Architecture], Architecture]]] = {
+    "window left out": ("mistral", lambda form: _each_layer(form, window=None)),
+    "window one longer": ("mistral", lambda form: _each_layer(form, window=WINDOW + 1)),
+    "wrong layers slide": ("gemma2", lambda form: replace(form, layers=form.layers[::-1])),
+    "scaling left out": ("llama 3", lambda form: _each_rope(form, scaling=None)),
+    "magnitude left out": ("llama yarn", lambda form: _each_rope(form, magnitude=1.0)),
+    "positions everywhere": ("smollm3", lambda form: replace(form, layers=form.layers[:1] * 4)),
+    "positions over whole heads": (
+        "phi3, longrope, part of the head",
+        lambda form: _each_rope(form, width=16, scaling=None),
+    ),
+    "norms not offset": ("gemma3", lambda form: replace(form, norm_offset=0.0)),
+    "embedding not scaled": ("gemma3", lambda form: replace(form, embedding_scale=1.0)),
+    "usual attention scale": ("gemma3", lambda form: replace(form, attention_scale=form.head_dim**-0.5)),
+    "one set of positions": ("gemma3", lambda form: _each_layer(form, rope=form.layers[2].rope)),
+    "other activation": ("gemma2", lambda form: replace(form, activation="silu")),
+    "scores not capped": ("gemma2", lambda form: replace(form, attention_softcap=None)),
+    "logits not capped": ("gemma2", lambda form: replace(form, logit_softcap=None)),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_difference_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plant = MUTANTS[name]
+    save_model(MODELS[model], tmp_path)
+    rows = random_rows([None] * 3, vocab=VOCAB, seed=2, lengths=(2 * WINDOW, LONGEST))
+    theirs = Oracle(tmp_path, {}).logits(rows)
+    assert compare(MixedBatches(tmp_path, {}).logits(rows, chunk=7), theirs, tolerance=TOLERANCE).largest_error <= TOLERANCE
+    monkeypatch.setattr("tests.fixtures.oracle.read_config", lambda folder: plant(read_config(folder)))
+    mutant = compare(MixedBatches(tmp_path, {}).logits(rows, chunk=7), theirs, tolerance=TOLERANCE)
+    assert mutant.largest_error > 10 * TOLERANCE

@@ -16,7 +16,10 @@ def test_a_packed_product_is_the_product_at_any_row_count(
 ) -> None:
     weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
     x = torch.randn(rows, in_features).to(dtype)
+    bias = torch.randn(out_features).to(dtype)
+    exact = x.double() @ weight.double().T
     with torch.inference_mode():
-        y = pack_linear(weight)(x)
-    assert y.dtype is dtype
-    torch.testing.assert_close(y.double(), x.double() @ weight.double().T, rtol=tolerance, atol=2 * tolerance)
+        y, biased = pack_linear(weight)(x), pack_linear(weight, bias)(x)
+    assert y.dtype is biased.dtype is dtype
+    torch.testing.assert_close(y.double(), exact, rtol=tolerance, atol=2 * tolerance)
+    torch.testing.assert_close(biased.double(), exact + bias.double(), rtol=tolerance, atol=2 * tolerance)

@@ -30,6 +30,54 @@ def test_a_llama_folder_is_described(tmp_path: Path, make_base: MakeBase) -> Non
     assert BaseDescription.from_json(base.to_json()) == base
 
 
+def _fuse(tensors: Tensors) -> None:
+    for layer in range(2):
+        for fused, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+            stem = f"model.layers.{layer}.{fused.partition('.')[0]}."
+            held = [tensors.pop(f"{stem}{part}_proj.weight") for part in parts]
+            shape = (sum(tensor[1][0] for tensor in held), held[0][1][1])
+            tensors[f"model.layers.{layer}.{fused}.weight"] = (held[0][0], shape, b"".join(tensor[2] for tensor in held))
+
+
+def test_a_base_of_fused_tensors_has_a_module_for_each(tmp_path: Path, make_base: MakeBase) -> None:
+    base = describe_base(make_base(tmp_path / "f", config={"architectures": ["Phi3ForCausalLM"]}, edit=_fuse))
+    assert base.family == "phi3"
+    assert [(module.name, module.site, module.in_features, module.out_features) for module in base.modules] == [
+        ("qkv_proj", "qkv", 16, 32),
+        ("o_proj", "o", 16, 16),
+        ("gate_up_proj", "gate_up", 16, 48),
+        ("down_proj", "down", 24, 16),
+    ]
+    with pytest.raises(ArtifactError, match=r"qkv_proj\.weight: is missing"):
+        describe_base(make_base(tmp_path / "g", config={"architectures": ["Phi3ForCausalLM"]}))
+
+
+def test_a_head_has_the_width_that_its_family_has_where_nothing_is_said(tmp_path: Path, make_base: MakeBase) -> None:
+    with pytest.raises(ArtifactError, match=r"q_proj\.weight: has shape \[16, 16\]; config\.json gives \[512, 16\]"):
+        describe_base(make_base(tmp_path / "f", config={"architectures": ["Qwen3ForCausalLM"]}))
+    written = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 4}
+    assert describe_base(make_base(tmp_path / "g", config=written)).family == "qwen3"
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        (None, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0}, 128),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, 64),
+        ({"type": "su", "original_max_position_embeddings": 64}, 64),
+        ({"rope_type": "dynamic", "factor": 4.0}, 128),
+        ({"rope_type": "yarn", "factor": "4", "original_max_position_embeddings": -1}, 128),
+        ({"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}}, 128),
+        ("nonsense", 128),
+    ],
+)
+def test_the_context_is_the_one_that_is_served(rope: Any, context: int, tmp_path: Path, make_base: MakeBase) -> None:
+    for name in ("rope_scaling", "rope_parameters"):
+        assert describe_base(make_base(tmp_path / name, config={name: rope})).max_context == context
+
+
 def test_a_name_that_is_somebodys_path_is_shortened(tmp_path: Path, make_base: MakeBase) -> None:
     assert describe_base(make_base(tmp_path / "f", config={"_name_or_path": "/home/someone/model"})).name == "model"
     assert describe_base(make_base(tmp_path / "f")).name == "f"
