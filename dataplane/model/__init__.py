@@ -1,1 +1,1 @@
-"""Model code: a configuration, layers, and one readable forward per family."""
+"""Model code: what a configuration says, layers, and one readable forward for all families."""
