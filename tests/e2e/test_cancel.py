@@ -94,7 +94,7 @@ async def test_cancelled_before_the_engine_took_it(
 async def test_cancelled_during_decode(acme: Client, operator: OperatorClient, publish: Publish, count: int) -> None:
     adapter = (await publish(acme, "E")).version.adapter
     async with conserved(operator):
-        neighbour = Stream(acme, adapter, max_tokens=300)
+        neighbour = Stream(acme, adapter, max_tokens=150)
         await neighbour.first()
         before = (await operator.residency()).engine.generated_tokens
         stream = Stream(acme, adapter, max_tokens=_LONG)
@@ -102,7 +102,7 @@ async def test_cancelled_during_decode(acme: Client, operator: OperatorClient, p
         await stream.close()
         assert set(answer.text) == {"E"}
         whole = await neighbour.read()
-        assert (whole.error, whole.text) == (None, "E" * 300)
+        assert (whole.error, whole.text) == (None, "E" * 150)
     after = (await operator.residency()).engine.generated_tokens
     assert after - before < _LONG  # it did not decode to its end
 
