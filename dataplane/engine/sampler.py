@@ -67,11 +67,12 @@ class Sampler:
         """
         settings = [planned.sampling for planned in rows]
         assert None not in settings, "every row given to the sampler samples"
+        largest, tokens = logits.max(dim=-1)
+        finite = largest.isfinite()  # before the penalty: the request's own settings are never held against the version
         penalised = [i for i, sampling in enumerate(settings) if sampling and sampling.repetition_penalty != 1.0]
         if penalised:
             self._penalise(logits, penalised, rows)
-        largest, tokens = logits.max(dim=-1)
-        finite = largest.isfinite()
+            tokens = logits.argmax(dim=-1)
         drawn = [i for i, sampling in enumerate(settings) if sampling and sampling.temperature > 0]
         if drawn:
             chosen = torch.tensor(drawn, device=logits.device)
@@ -91,15 +92,17 @@ class Sampler:
         for i in penalised:
             sampling = rows[i].sampling
             assert sampling is not None
-            row, penalty = logits[i], sampling.repetition_penalty
-            row.copy_(torch.where(self._seen[rows[i].seat], torch.where(row > 0, row / penalty, row * penalty), row))
+            row, penalty, ends = logits[i], sampling.repetition_penalty, torch.finfo(logits.dtype)
+            changed = torch.where(row > 0, row / penalty, row * penalty).clamp(ends.min, ends.max)  # a tiny penalty overflows
+            row.copy_(torch.where(self._seen[rows[i].seat], changed, row))
 
 
 def _draw(logits: Tensor, settings: list[Sampling], noise: list[float]) -> Tensor:
     """Draws one token a row, [R]; logits are float32 [R, vocab] and finite at their maximum."""
     device = logits.device
     temperature = torch.tensor([sampling.temperature for sampling in settings], device=device)
-    scaled = logits / temperature[:, None].clamp(min=1e-5)
+    ends = torch.finfo(logits.dtype)
+    scaled = (logits / temperature[:, None].clamp(min=1e-5)).clamp(ends.min, ends.max)
     scaled -= scaled.amax(dim=-1, keepdim=True)
     mass = scaled.exp().sum(dim=-1, dtype=torch.float64)
     few, few_ids = scaled.topk(min(_PREFILTER, scaled.shape[1]), dim=-1)
