@@ -152,12 +152,13 @@ async def aside(act: Callable[..., T], *arguments: Any) -> T:
 @contextlib.asynccontextmanager
 async def conserved(operator: OperatorClient) -> AsyncIterator[None]:
     """Checks that everything that requests take is given back: pages, leases, seats, places in the queue, arena bytes, tasks."""
-    before = await until(lambda: _idle(operator, max_tasks=None))
+    before = await until(lambda: idle(operator, max_tasks=None))
     yield
-    await until(lambda: _idle(operator, max_tasks=before.engine.tasks))
+    await until(lambda: idle(operator, max_tasks=before.engine.tasks))
 
 
-async def _idle(operator: OperatorClient, *, max_tasks: int | None) -> admin_pb2.GetResidencyResponse | None:
+async def idle(operator: OperatorClient, *, max_tasks: int | None) -> admin_pb2.GetResidencyResponse | None:
+    """What the data plane holds, when no request holds anything and every arena byte belongs to a resident version."""
     found = await operator.residency()
     engine = found.engine
     held = (engine.running, engine.waiting, engine.kv_pages_used, engine.leases, sum(one.leases for one in found.versions))
