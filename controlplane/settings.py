@@ -60,7 +60,7 @@ class Settings(BaseSettings):
         enrollment_lifetime_s: Life of an enrolment token.
         node_key_overlap_s: How long a node's old key works after a rotation.
         quarantine_reports: Nodes that must report a version before it is quarantined.
-        relay_interval_s: Pause between looks into the outbox when nothing wakes the relay.
+        relay_interval_s: Pause between looks into the outbox.
         change_retention_s: How long changes and publish requests are kept; at least a day.
         log_level: Least level that is logged.
     """
