@@ -156,15 +156,21 @@ async def test_what_waits_is_shown_while_redis_is_away_and_dropped_in_the_end(
     monkeypatch.setattr(relay, "measure", watched)
     own_valkey.kill()
     await write(world.plane.database, "kept", "dropped")
-    with database.connect() as connection:
-        connection.execute("UPDATE outbox SET create_time = now() - interval '10 days' WHERE adapter = 'dropped'")
+    make_older(database, "dropped", hours=30)
     async with asyncio.timeout(20):
         await seen.wait()
 
+    make_older(database, "dropped", hours=30)  # now older than what is kept
     await relay.trim()
 
     with database.connect() as connection:
         assert connection.execute("SELECT adapter FROM outbox").fetchall() == [("kept",)]
+
+
+def make_older(database: TestDatabase, adapter: str, *, hours: int) -> None:
+    with database.connect() as connection:
+        query = "UPDATE outbox SET create_time = create_time - make_interval(hours => %s) WHERE adapter = %s"
+        connection.execute(query, (hours, adapter))
 
 
 async def test_an_error_that_nobody_foresaw_does_not_end_the_relay(
