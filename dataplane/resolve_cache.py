@@ -131,8 +131,11 @@ class ResolveCache:
             subjects: What changed; None for everything.
         """
         changed = None if subjects is None else frozenset(subjects)
+        fresh_from_s = self._clock() - self._soft_age_s
         for key, entry in self._entries.items():
-            if not entry.dirty and (changed is None or _concerns(key, entry.answer, changed)):
+            if entry.dirty or entry.started_s <= fresh_from_s:  # is asked again anyway
+                continue
+            if changed is None or _concerns(key, entry.answer, changed):
                 entry.dirty = True
         # A call that is under way may have read the old state: those who wait for it began before the change and may have its
         # answer; those who come later must not.
