@@ -185,7 +185,7 @@ async def _validated(requests: AsyncIterator[Message]) -> AsyncIterator[Message]
 
 
 def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Has bytes that are no message (invalid UTF-8 among them) refused by `_check`; gRPC would answer UNKNOWN, naming its parser."""
+    """Has bytes that are no message (invalid UTF-8 among them) refused by `_check`; gRPC would answer UNKNOWN."""
 
     def decoded(data: bytes) -> Any:
         assert decode is not None

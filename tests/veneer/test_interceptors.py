@@ -56,7 +56,7 @@ class Raw:
 
     data: bytes
 
-    def SerializeToString(self) -> bytes:  # noqa: N802  as a message
+    def SerializeToString(self) -> bytes:
         return self.data
 
 
