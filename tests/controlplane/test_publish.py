@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from controlplane import catalog_servicer
 from controlplane.settings import Settings
 from tests.fixtures.controlplane import BASE_DIGEST, Client, Files, World, adapter_files, refused, upload
 from tests.fixtures.services import TestDatabase
@@ -202,6 +203,20 @@ async def test_a_stream_out_of_order_is_refused_by_field(
     code, text = await refused(acme.catalog.Publish(iter(messages)))
     assert code == grpc.StatusCode.INVALID_ARGUMENT
     assert field in text
+
+
+async def test_a_stream_without_a_header_ends(acme: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_servicer, "_HEADER_TIMEOUT_S", 0.05)
+    never = asyncio.Event()
+
+    async def silence() -> AsyncIterator[catalog_pb2.PublishRequest]:
+        await never.wait()
+        yield catalog_pb2.PublishRequest()
+
+    assert await refused(acme.catalog.Publish(silence())) == (
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "no header came for 0.05 s",
+    )
 
 
 async def test_an_upload_that_stalls_ends_and_gives_its_place_back(world: World, acme: Client, settings: Settings) -> None:
