@@ -232,6 +232,18 @@ async def test_an_upload_that_stalls_ends_and_gives_its_place_back(world: World,
     assert (await acme.catalog.Publish(upload(adapter_files(1), **HEADER))).version.number == 1
 
 
+async def test_a_tenant_whose_uploads_stall_holds_nobody_else_up(world: World, acme: Client, settings: Settings) -> None:
+    async def stalling() -> AsyncIterator[catalog_pb2.PublishRequest]:
+        yield HEAD
+        await asyncio.Event().wait()
+
+    calls: list[Any] = [acme.catalog.Publish(stalling()) for _ in range(2 * settings.max_publishes)]
+    other = await world.tenant("other")
+    assert (await world.publish(other)).version.number == 1
+    for call in calls:
+        call.cancel()
+
+
 async def test_a_publish_that_its_caller_cancels_leaves_nothing(acme: Client, database: TestDatabase, world: World) -> None:
     first_part_sent = asyncio.Event()
 
