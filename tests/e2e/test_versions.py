@@ -46,15 +46,19 @@ async def test_adapters_and_the_base_share_steps_and_mix_nothing_up(
     acme: Client, operator: OperatorClient, publish: Publish
 ) -> None:
     names = {marker: (await publish(acme, marker)).version.adapter for marker in "ABCDE"}
+    for name in names.values():
+        await generate(acme, name, max_tokens=1)  # from here on they are on the device
     before = (await operator.residency()).engine
     async with conserved(operator):
-        wanted = [*names, "", *names, ""]
-        answers = await asyncio.gather(*(generate(acme, names.get(marker, ""), max_tokens=120) for marker in wanted))
+        base = Stream(acme, max_tokens=1900)
+        await base.first()
+        wanted = [*names, *names]
+        answers = await asyncio.gather(*(generate(acme, names[marker], max_tokens=200) for marker in wanted))
+        await base.close()
     for marker, answer in zip(wanted, answers, strict=True):
-        if marker:
-            assert answer.text == marker * 120
-        else:
-            assert not ANY_MARKER.search(answer.text)
+        assert answer.text == marker * 200
+    assert base.answer.num_tokens
+    assert not ANY_MARKER.search(base.answer.text)
     after = (await operator.residency()).engine
     assert after.mixed_steps > before.mixed_steps
     assert after.max_adapters_in_step >= 2
