@@ -7,6 +7,7 @@ version's own digest, which came from the catalogue. Only a whole image ever get
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import logging
 import random
@@ -28,6 +29,7 @@ from veneer.errors import FailedPreconditionError, NotFoundError, PermissionDeni
 _log = logging.getLogger(__name__)
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class CorruptVersionError(FailedPreconditionError):
@@ -129,6 +131,8 @@ class AdapterStore:
                     await self._build(version, work)
             except OSError as error:
                 _log.error("a version cannot be written down", extra={"version": version, "errno": error.errno})
+                if error.errno in _FULL:  # the disk has less room than the budget; the next attempt finds some
+                    self._on_evicted(await asyncio.to_thread(self._cache.give_way))
                 raise UnavailableError("the node cannot keep the version now", retry_after_s=1.0) from error
             finally:
                 await asyncio.shield(asyncio.to_thread(shutil.rmtree, work, ignore_errors=True))

@@ -118,6 +118,27 @@ class HostCache:
             self._delete(evicted)
         return tuple(evicted)
 
+    def give_way(self) -> tuple[str, ...]:
+        """Deletes files, least recently used first, that hold an eighth of the bytes: the disk is full below the budget.
+
+        Returns:
+            The versions whose files were deleted; none when all are in use.
+        """
+        with self._lock:
+            evicted: list[str] = []
+            excess = sum(self._files.values()) / 8
+            for version, size in self._files.items():
+                if excess <= 0:
+                    break
+                if version not in self._in_use:
+                    evicted.append(version)
+                    excess -= size
+            for version in evicted:
+                del self._files[version]
+            self._evictions += len(evicted)
+            self._delete(evicted)
+        return tuple(evicted)
+
     def cancel(self, version: str) -> None:
         """Ends a reservation whose file was not written."""
         with self._lock:

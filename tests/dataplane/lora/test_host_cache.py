@@ -112,3 +112,15 @@ def test_what_is_no_image_does_not_stop_the_start_nor_stand_in_an_images_way(tmp
     for version in "ab":
         put(cache, version, 40)
         assert cache.find(version).read_bytes() == b"x" * 40
+
+
+def test_on_a_full_disk_the_least_recently_used_files_give_way_but_none_in_use(cache):
+    for version in "abcd":
+        put(cache, version, 20)
+    cache.hold("a")
+    assert cache.give_way() == ("b",)
+    assert not cache.path("b").exists()
+    assert cache.versions() == ("a", "c", "d")
+    for version in "cd":
+        cache.hold(version)
+    assert cache.give_way() == ()
