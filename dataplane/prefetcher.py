@@ -213,9 +213,12 @@ class Prefetcher:
 
     def _replace(self, version: str) -> None:
         """The image was corrupt: fetch it again, once; a second time it cannot be had."""
+        is_gone = not self._cache.path(version).exists()
         self._on_device.discard(version)
         self._staged.discard(version)
         self._cache.remove(version)
+        if is_gone:  # it made room before the engine opened it; if a request waits for it, the engine says so next
+            return
         self._metrics.corrupt("host")
         _log.error("a host image is corrupt", extra={"version": version})
         if version in self._distrusted:

@@ -290,3 +290,15 @@ async def test_what_made_room_again_before_it_was_staged_is_not_told_to_the_engi
     rig.prefetcher.hint(VERSION)
     await until(lambda: rig.store.started == [VERSION] and rig.prefetcher.num_loads == 0)
     assert rig.engine.calls == []
+
+
+async def test_an_image_that_made_room_before_it_was_opened_is_not_taken_for_corrupt(rig: Rig) -> None:
+    for _ in range(3):
+        claim = rig.prefetcher.ensure(VERSION)
+        await claim.loaded
+        claim.release()
+        rig.prefetcher.evicted(rig.cache.reserve(OTHER, size_bytes=1000))
+        rig.cache.cancel(OTHER)
+        rig.prefetcher.moved(VERSION, "corrupt", seconds=0)
+    assert rig.store.started == [VERSION] * 3
+    assert ("fail", VERSION, "FAILED_PRECONDITION") not in rig.engine.calls
