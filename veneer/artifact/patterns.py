@@ -86,7 +86,16 @@ def _one_of(characters: frozenset[str], text: str, positions: int) -> int:
 @lru_cache(maxsize=1 << 14)
 def _places(characters: frozenset[str], text: str) -> int:
     """Where the text has a character of a set: bit i for character i."""
-    return sum(1 << place for place, character in enumerate(text) if character in characters)
+    return sum(places for character, places in _index(text).items() if character in characters)
+
+
+@lru_cache(maxsize=1 << 12)
+def _index(text: str) -> dict[str, int]:
+    """Where the text has each of its characters."""
+    places: dict[str, int] = {}
+    for place, character in enumerate(text):
+        places[character] = places.get(character, 0) | 1 << place
+    return places
 
 
 def _at(kind: str, text: str, positions: int) -> int:
@@ -98,13 +107,9 @@ def _at(kind: str, text: str, positions: int) -> int:
     if kind == "$":
         ends = 1 << len(text) | (1 << (len(text) - 1) if text.endswith("\n") else 0)
         return positions & ends
-    kept = 0
-    for position in range(len(text) + 1):
-        before = position > 0 and text[position - 1] in _WORD
-        after = position < len(text) and text[position] in _WORD
-        if positions >> position & 1 and (before != after) == (kind == "b"):
-            kept |= 1 << position
-    return kept
+    words = _places(_WORD, text)
+    boundaries = words ^ words << 1  # before a character that is one of a word, or behind it, but not both
+    return positions & (boundaries if kind == "b" else ~boundaries)
 
 
 def _sequence(steps: tuple[Step, ...], text: str, positions: int) -> int:
