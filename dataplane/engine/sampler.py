@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dataplane.engine.messages import Sampling
 from dataplane.engine.plan import PlannedRows
+from dataplane.model.pieces import Pieces, TorchPieces
 
 _MASK = (1 << 64) - 1
 _PREFILTER = 64
@@ -39,7 +40,8 @@ class Sampler:
     Temperature 0 takes the likeliest token. Owned by the runner.
     """
 
-    def __init__(self, *, max_sequences: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, *, max_sequences: int, vocab_size: int, device: torch.device, pieces: Pieces | None = None) -> None:
+        self._pieces = pieces or TorchPieces()
         self._shape = (max_sequences, vocab_size)
         self._device = device
         self._seen: Tensor | None = None
@@ -70,8 +72,7 @@ class Sampler:
         penalised = [i for i, sampling in enumerate(settings) if sampling and sampling.repetition_penalty != 1.0]
         if penalised:
             self._penalise(logits, penalised, rows)
-        largest, tokens = logits.max(dim=-1)
-        finite = largest.isfinite()
+        tokens, finite = self._pieces.likeliest(logits)
         drawn = [i for i, sampling in enumerate(settings) if sampling and sampling.temperature > 0]
         if drawn:
             chosen = torch.tensor(drawn, device=logits.device)

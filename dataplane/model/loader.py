@@ -12,6 +12,7 @@ from dataplane.model.config import LlamaConfig
 from dataplane.model.layers import Rotary
 from dataplane.model.linear import pack_linear
 from dataplane.model.llama import Llama, LlamaLayer, weight_shapes
+from dataplane.model.pieces import Pieces, TorchPieces
 from veneer.errors import InvalidArgumentError, Violation
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
@@ -19,7 +20,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """Names that settings use for the dtypes a model can run in."""
 
 
-def load_llama(model_dir: Path, config: LlamaConfig, *, max_context: int, dtype: torch.dtype, device: torch.device) -> Llama:
+def load_llama(
+    model_dir: Path,
+    config: LlamaConfig,
+    *,
+    max_context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    pieces: Pieces | None = None,
+) -> Llama:
     """Loads the weights, one layer at a time, fused and packed.
 
     Raises:
@@ -54,6 +63,7 @@ def load_llama(model_dir: Path, config: LlamaConfig, *, max_context: int, dtype:
         norm=tensor("model.norm.weight"),
         head=pack_linear(embedding if config.tied else tensor("lm_head.weight")),
         rotary=Rotary(config, max_context=max_context, dtype=dtype, device=device),
+        pieces=pieces or TorchPieces(),
     )
 
 
