@@ -1,4 +1,4 @@
-// The native CPU form: paged attention, rotary positions, add + norm, gated activation, low-rank rows, likeliest token.
+// The native CPU form: products, paged attention, rotary positions, add + norm, gated activation, low-rank rows, likeliest token.
 //
 // One source for every machine. Arithmetic is written on vectors of 16 floats in the compiler's own vector types, which it splits
 // to what the machine has (AVX-512, AVX2, NEON, SSE or none); only the pair product of bfloat16, its rounding and a few
@@ -155,12 +155,87 @@ INLINE words load_words(const uint32_t *p) {
   return v;
 }
 
+// ------------------------------------------------------------------------------------------------------------------- products
+
+constexpr int TALL = 6;              // rows of a register tile; with 4 vectors of columns it takes 24 of 32 registers
+constexpr int WIDE = 4;
+constexpr int COLUMNS = WIDE * LANES;  // columns of a block of packed weights
+constexpr int DEEP = 768;            // words of a row that are walked at a time, so that a block of weights stays in the L2 cache
+constexpr int L2_WORDS = 1 << 17;    // of input rows beside it
+constexpr int MOST_ROWS = 480;
+
+// y[r] = x[r] W of one tile over words [first, last); `sums` carries float32 sums from one walk to the next, in the same order as
+// one walk would add them.
+template <class T, int R>
+INLINE void product(const T *x, int64_t x_stride, const uint32_t *w, int64_t first, int64_t last, bool more, float *sums, T *y,
+                    int64_t y_stride, int columns) {
+  const uint32_t *rows[R];
+  floats acc[R][WIDE];
+  for (int r = 0; r < R; r++) {
+    rows[r] = (const uint32_t *)(x + r * x_stride);
+    for (int c = 0; c < WIDE; c++) acc[r][c] = first ? load(sums + r * COLUMNS + c * LANES) : floats{};
+  }
+  for (int64_t k = first; k < last; k++) {
+    words v[WIDE];
+    for (int c = 0; c < WIDE; c++) v[c] = load_words(w + k * COLUMNS + c * LANES);
+    for (int r = 0; r < R; r++) {
+      const words u = all_words(rows[r][k]);
+      for (int c = 0; c < WIDE; c++) acc[r][c] = Words<T>::step(acc[r][c], v[c], u);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < WIDE; c++) {
+      if (more)
+        store(sums + r * COLUMNS + c * LANES, acc[r][c]);
+      else if (columns == COLUMNS)
+        store(y + r * y_stride + c * LANES, acc[r][c]);
+      else if (columns > c * LANES)
+        store_some(y + r * y_stride + c * LANES, acc[r][c], std::min(LANES, columns - c * LANES));
+    }
+}
+
+// y = x W; W in blocks [width / COLUMNS, depth in words, COLUMNS], the last block padded.
+template <class T>
+void linear(const T *x, int64_t x_stride, const uint32_t *weight, T *y, int64_t rows, int64_t depth, int64_t width, int threads) {
+  const int64_t num_words = depth / Words<T>::PARTS, num_blocks = (width + COLUMNS - 1) / COLUMNS;
+  const int64_t chunk = std::clamp<int64_t>(L2_WORDS / std::min<int64_t>(num_words, DEEP) / TALL * TALL, TALL, MOST_ROWS);
+  const int64_t num_chunks = (rows + chunk - 1) / chunk;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t item = 0; item < num_chunks * num_blocks; item++) {
+    alignas(64) float sums[MOST_ROWS * COLUMNS];
+    const int64_t begin = item / num_blocks * chunk, end = std::min(begin + chunk, rows), block = item % num_blocks;
+    const uint32_t *w = weight + block * num_words * COLUMNS;
+    const int columns = (int)std::min<int64_t>(COLUMNS, width - block * COLUMNS);
+    for (int64_t first = 0; first < num_words; first += DEEP) {
+      const int64_t last = std::min<int64_t>(first + DEEP, num_words);
+      for (int64_t r = begin; r < end;) {
+        const int64_t left = end - r;
+        const int tall = (int)(left > TALL && left < 2 * TALL ? (left + 1) / 2 : std::min<int64_t>(TALL, left));
+        const T *in = x + r * x_stride;
+        T *out = y + r * width + block * COLUMNS;
+        float *carried = sums + (r - begin) * COLUMNS;
+        const bool more = last < num_words;
+        switch (tall) {
+          case 1: product<T, 1>(in, x_stride, w, first, last, more, carried, out, width, columns); break;
+          case 2: product<T, 2>(in, x_stride, w, first, last, more, carried, out, width, columns); break;
+          case 3: product<T, 3>(in, x_stride, w, first, last, more, carried, out, width, columns); break;
+          case 4: product<T, 4>(in, x_stride, w, first, last, more, carried, out, width, columns); break;
+          case 5: product<T, 5>(in, x_stride, w, first, last, more, carried, out, width, columns); break;
+          default: product<T, TALL>(in, x_stride, w, first, last, more, carried, out, width, columns);
+        }
+        r += tall;
+      }
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------------------------------------------ attention
 
 constexpr int PAGE = 16;       // tokens of a page
 constexpr int SPLIT = 512;     // tokens that are attended to at a time; results of splits are merged in order
 constexpr int QUERIES = 6;     // queries that share a walk over pages
 constexpr int MAX_DIM = 256;   // head dimension
+constexpr int AHEAD = 2;       // blocks that are fetched before they are needed
 
 // Mirrors kernels.native.AttentionStep.
 struct AttentionStep {
@@ -184,12 +259,14 @@ struct Result {
   alignas(64) float o[QUERIES][MAX_DIM];
 };
 
+// `keys[P …]` follow in memory order of use: line d of block p + P is fetched while block p is worked on.
 template <class T, int Q, int P>
 INLINE void score(const uint32_t *const *keys, const uint32_t (*q)[MAX_DIM], int num_words, floats scale, float (*s)[SPLIT], int at) {
   floats acc[P][Q] = {};
   for (int d = 0; d < num_words; d++)
     for (int p = 0; p < P; p++) {
       words k = load_words(keys[p] + d * PAGE);
+      __builtin_prefetch(keys[p + AHEAD] + d * PAGE);
       for (int i = 0; i < Q; i++) acc[p][i] = Words<T>::step(acc[p][i], k, all_words(q[i][d]));
     }
   for (int p = 0; p < P; p++)
@@ -201,8 +278,10 @@ INLINE void weigh(const uint32_t *const *values, const uint32_t (*p)[SPLIT], int
   constexpr int PARTS = Words<T>::PARTS, PER_PAGE = PAGE / PARTS;
   floats acc[Q][V] = {};
   auto add = [&](int w, bool whole) {
-    const uint32_t *row = values[w / PER_PAGE] + (w % PER_PAGE) * dim + column;
+    const int64_t at = (w % PER_PAGE) * dim + column;
+    const uint32_t *row = values[w / PER_PAGE] + at, *next = values[w / PER_PAGE + AHEAD] + at;
     words v[V];
+    for (int c = 0; c < V; c++) __builtin_prefetch(next + c * LANES);
     for (int c = 0; c < V; c++) v[c] = whole ? load_words(row + c * LANES) : Words<T>::first_part(load_words(row + c * LANES));
     for (int i = 0; i < Q; i++) {
       words weight = all_words(p[i][w]);
@@ -225,12 +304,14 @@ void attend(const AttentionStep &step, const Unit &unit, const uint32_t (*q)[MAX
   const int64_t start = (int64_t)split * SPLIT;
   const int64_t longest = unit.context + (unit.first_query + Q - 1) / group + 1;
   const int tokens = (int)std::min<int64_t>(longest - start, SPLIT), num_pages = (tokens + PAGE - 1) / PAGE;
-  const uint32_t *keys[SPLIT / PAGE], *values[SPLIT / PAGE];
+  const uint32_t *keys[2 * SPLIT / PAGE + AHEAD];  // in the order of use: keys, values
+  const uint32_t **values = keys + num_pages;
   for (int i = 0; i < num_pages; i++) {
     const int64_t page = unit.pages[start / PAGE + i];
     keys[i] = (const uint32_t *)step.data + (page * step.num_layers + layer) * 2 * kind_words + head * head_words;
     values[i] = keys[i] + kind_words;
   }
+  for (int i = 0; i < AHEAD; i++) values[num_pages + i] = i < num_pages ? keys[i] + head_words : keys[0];  // often the next item's
   alignas(64) float s[Q][SPLIT];
   alignas(64) uint32_t p[Q][SPLIT];
   const floats scale = all(step.scale);
@@ -416,19 +497,22 @@ void add_norm(T *x, const T *y, const T *weight, T *out, int64_t rows, int64_t w
 
 // Turns `heads` heads of every row in place: halves a, b become a·cos − b·sin, b·cos + a·sin.
 template <class T>
+INLINE void turn(T *a, T *b, const T *cosines, const T *sines, int count) {
+  const floats c = load_some(cosines, count), s = load_some(sines, count), u = load_some(a, count), w = load_some(b, count);
+  store_some(a, fma(u, c, -(w * s)), count);
+  store_some(b, fma(w, c, u * s), count);
+}
+template <class T>
 void rotate(T *x, int64_t stride, const T *cosines, const T *sines, int64_t rows, int64_t heads, int64_t dim, int threads) {
   const int64_t half = dim / 2;
 #pragma omp parallel for num_threads(threads) if (rows > 7)
   for (int64_t t = 0; t < rows; t++)
     for (int64_t head = 0; head < heads; head++) {
       T *a = x + t * stride + head * dim, *b = a + half;
-      for (int64_t i = 0; i < half; i += LANES) {
-        const int count = (int)std::min<int64_t>(LANES, half - i);
-        const floats c = load_some(cosines + t * half + i, count), s = load_some(sines + t * half + i, count);
-        const floats u = load_some(a + i, count), w = load_some(b + i, count);
-        store_some(a + i, fma(u, c, -(w * s)), count);
-        store_some(b + i, fma(w, c, u * s), count);
-      }
+      const T *c = cosines + t * half, *s = sines + t * half;
+      int64_t i = 0;
+      for (; i + LANES <= half; i += LANES) turn(a + i, b + i, c + i, s + i, LANES);
+      if (i < half) turn(a + i, b + i, c + i, s + i, (int)(half - i));
     }
 }
 
@@ -642,6 +726,10 @@ void low_rank(const LowRankSite &site, const T *x, int64_t x_stride, T *y, int64
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define FOR_BOTH(DEFINE) DEFINE(bf16, bfloat16) DEFINE(float, float32)
 #define DEFINE_ALL(T, NAME)                                                                                                       \
+  EXPORT void linear_##NAME(const T *x, int64_t x_stride, const uint32_t *weight, T *y, int64_t rows, int64_t depth,             \
+                            int64_t width, int64_t threads) {                                                                     \
+    linear<T>(x, x_stride, weight, y, rows, depth, width, (int)threads);                                                          \
+  }                                                                                                                               \
   EXPORT void attention_##NAME(const AttentionStep *step, const T *qk, int64_t qk_stride, const T *v, int64_t v_stride, T *out,  \
                                int64_t layer) {                                                                                   \
     attention<T>(*step, qk, qk_stride, v, v_stride, out, (int)layer);                                                             \

@@ -24,6 +24,7 @@ _SUFFIX = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[type, ...]] = {
+    "linear": (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _COUNT),
     "attention": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _POINTER, _COUNT),
     "low_rank": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT),
     "add_norm": (_POINTER, _POINTER, _POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_float, _COUNT),
@@ -79,6 +80,11 @@ class Native:
     path: Path
     functions: dict[tuple[str, torch.dtype], Callable[..., None]]
 
+    @property
+    def has_best_product(self) -> bool:
+        """Whether its product of bfloat16 matrices is the fastest here: there are pair products, and no matrix unit (AMX)."""
+        return "avx512_bf16" in self.instruction_set.needs and "amx_bf16" not in processor_features()
+
     def function(self, name: str, dtype: torch.dtype) -> Callable[..., None]:
         """Returns an entry point of `cpu.cpp`.
 
@@ -96,6 +102,7 @@ def best_instruction_set(features: frozenset[str]) -> InstructionSet:
     return next(one for one in INSTRUCTION_SETS if one.needs <= features)
 
 
+@functools.cache
 def processor_features() -> frozenset[str]:
     """Returns the features of this machine's processor; none where they cannot be read, and `portable` then serves."""
     if platform.machine() not in ("x86_64", "AMD64"):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dataplane.model.config import LlamaConfig
 from dataplane.model.layers import Rotary
-from dataplane.model.linear import pack_linear
 from dataplane.model.llama import Llama, LlamaLayer, weight_shapes
 from dataplane.model.pieces import Pieces, TorchPieces
 from veneer.errors import InvalidArgumentError, Violation
@@ -35,6 +34,7 @@ def load_llama(
         InvalidArgumentError: Tensors are missing, unknown or of another shape (every fault is listed), or a file is damaged.
     """
     files = _Files(model_dir, config)
+    pieces = pieces or TorchPieces()
 
     def tensor(name: str) -> Tensor:
         return files.read(name).to(device=device, dtype=dtype)
@@ -48,11 +48,11 @@ def load_llama(
         layers.append(
             LlamaLayer(
                 attention_norm=tensor(prefix + "input_layernorm.weight"),
-                qkv=pack_linear(fused(prefix + "self_attn.", "q_proj", "k_proj", "v_proj")),
-                o=pack_linear(tensor(prefix + "self_attn.o_proj.weight")),
+                qkv=pieces.pack(fused(prefix + "self_attn.", "q_proj", "k_proj", "v_proj")),
+                o=pieces.pack(tensor(prefix + "self_attn.o_proj.weight")),
                 mlp_norm=tensor(prefix + "post_attention_layernorm.weight"),
-                gate_up=pack_linear(fused(prefix + "mlp.", "gate_proj", "up_proj")),
-                down=pack_linear(tensor(prefix + "mlp.down_proj.weight")),
+                gate_up=pieces.pack(fused(prefix + "mlp.", "gate_proj", "up_proj")),
+                down=pieces.pack(tensor(prefix + "mlp.down_proj.weight")),
             )
         )
     embedding = tensor("model.embed_tokens.weight")
@@ -61,9 +61,9 @@ def load_llama(
         embedding=embedding,
         layers=tuple(layers),
         norm=tensor("model.norm.weight"),
-        head=pack_linear(embedding if config.tied else tensor("lm_head.weight")),
+        head=pieces.pack(embedding if config.tied else tensor("lm_head.weight")),
         rotary=Rotary(config, max_context=max_context, dtype=dtype, device=device),
-        pieces=pieces or TorchPieces(),
+        pieces=pieces,
     )
 
 

@@ -40,9 +40,9 @@ class NativeAttention:
 
     It has an order of its own inside each block of the cache (a page, layer and kind): by key head, then for keys
     `[dim / parts, token, part]`, for values `[token / parts, dim, part]`, where a part is one of the 4 / item size neighbours
-    that the processor's pair product takes at once. Queries that share pages walk them together, six at a time: the heads of a group
-    for a decode row, rows and heads for a chunk. Contexts longer than 512 tokens are attended to in splits of that length, whose
-    results are merged in order, by all threads when there are few rows. Tokens behind a row's own are not read.
+    that the processor's pair product takes at once. Queries that share pages walk them together, six at a time: the heads of a
+    group for a decode row, rows and heads for a chunk. Contexts longer than 512 tokens are attended to in splits of that length,
+    whose results are merged in order, by all threads when there are few rows. Tokens behind a row's own are not read.
 
     Raises:
         NativeFormError: Page size, head dimension or dtype that `cpu.cpp` does not have.

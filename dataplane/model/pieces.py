@@ -1,4 +1,4 @@
-"""The small pieces of a layer in two forms: PyTorch's operations, and one native call each."""
+"""The pieces of a layer in two forms: PyTorch's operations, and one native call each."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from dataplane.model.layers import rms_norm, rotate, silu_mul
+from dataplane.model.linear import Linear, pack_linear
 from kernels.native import Native
 
 
 class Pieces(Protocol):
-    """What lies between the products of a layer. All keep the dtype of their input."""
+    """The products of a layer and what lies between them. All keep the dtype of their input."""
+
+    def pack(self, weight: Tensor) -> Linear:
+        """Returns the product with a weight, [out, in], which need not be kept."""
+        ...
 
     def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Adds y, [T, H], to x in place, unless it is None, and returns `rms_norm(x, weight, eps)`."""
@@ -33,6 +38,10 @@ class Pieces(Protocol):
 
 class TorchPieces:
     """Plain PyTorch, on every device and in every dtype."""
+
+    def pack(self, weight: Tensor) -> Linear:
+        """See `Pieces`."""
+        return pack_linear(weight)
 
     def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """See `Pieces`."""
@@ -62,10 +71,15 @@ class NativePieces:
     """
 
     def __init__(self, native: Native, dtype: torch.dtype) -> None:
+        self._native = native
         self._add_norm = native.function("add_norm", dtype)
         self._rotate = native.function("rotate", dtype)
         self._silu_mul = native.function("silu_mul", dtype)
         self._likeliest = native.function("likeliest", dtype)
+
+    def pack(self, weight: Tensor) -> Linear:
+        """See `Pieces`."""
+        return pack_linear(weight, native=self._native)
 
     def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """See `Pieces`."""
