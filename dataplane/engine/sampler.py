@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dataplane.engine.messages import Sampling
 from dataplane.engine.plan import PlannedRows
+from dataplane.model.pieces import Pieces, TorchPieces
 
 _MASK = (1 << 64) - 1
 _PREFILTER = 64
@@ -39,7 +40,8 @@ class Sampler:
     Temperature 0 takes the likeliest token. Owned by the runner.
     """
 
-    def __init__(self, *, max_sequences: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, *, max_sequences: int, vocab_size: int, device: torch.device, pieces: Pieces | None = None) -> None:
+        self._pieces = pieces or TorchPieces()
         self._shape = (max_sequences, vocab_size)
         self._device = device
         self._seen: Tensor | None = None
@@ -67,8 +69,7 @@ class Sampler:
         """
         settings = [planned.sampling for planned in rows]
         assert None not in settings, "every row given to the sampler samples"
-        largest, tokens = logits.max(dim=-1)
-        finite = largest.isfinite()  # before the penalty: the request's own settings are never held against the version
+        tokens, finite = self._pieces.likeliest(logits)  # before the penalty: the request's own settings are never held against the version
         penalised = [i for i, sampling in enumerate(settings) if sampling and sampling.repetition_penalty != 1.0]
         if penalised:
             self._penalise(logits, penalised, rows)

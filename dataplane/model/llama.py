@@ -11,8 +11,9 @@ from torch import Tensor
 from dataplane.model.attention import Attention
 from dataplane.model.batch import Batch
 from dataplane.model.config import LlamaConfig
-from dataplane.model.layers import Rotary, rms_norm, rotate, silu_mul
+from dataplane.model.layers import Rotary
 from dataplane.model.linear import Linear
+from dataplane.model.pieces import Pieces
 
 
 class LowRank(Protocol):
@@ -52,6 +53,7 @@ class Llama:
         norm: The last norm's weight.
         head: [vocab, H] as a product.
         rotary: Position tables.
+        pieces: The form of what lies between the products.
     """
 
     config: LlamaConfig
@@ -60,6 +62,7 @@ class Llama:
     norm: Tensor
     head: Linear
     rotary: Rotary
+    pieces: Pieces
 
     def forward(self, batch: Batch, attention: Attention, low_rank: LowRank) -> Tensor:
         """Computes one step: appends all rows to the KV cache and returns logits of the rows that are sampled.
@@ -69,35 +72,34 @@ class Llama:
         Returns:
             [sampled rows, vocab], in the model's dtype.
         """
-        config, eps = self.config, self.config.norm_eps
+        config, eps, pieces = self.config, self.config.norm_eps, self.pieces
         attention.begin_step(batch)
         cos, sin = self.rotary.at(batch.positions)
         num_turned = config.num_heads + config.num_kv_heads
 
         x = self.embedding[batch.ids]
+        y: Tensor | None = None
         for i, layer in enumerate(self.layers):
-            h = rms_norm(x, layer.attention_norm, eps)
+            h = pieces.add_norm(x, y, layer.attention_norm, eps)
             qkv = layer.qkv(h)
             low_rank.add_(qkv, h, layer=i, site="qkv")
             heads = qkv.view(-1, num_turned + config.num_kv_heads, config.head_dim)
-            attended = attention(rotate(heads[:, :num_turned], cos, sin), heads[:, num_turned:], layer=i)
-            o = layer.o(attended)
-            low_rank.add_(o, attended, layer=i, site="o")
-            x += o
+            attended = attention(pieces.rotate(heads[:, :num_turned], cos, sin), heads[:, num_turned:], layer=i)
+            y = layer.o(attended)
+            low_rank.add_(y, attended, layer=i, site="o")
 
-            h = rms_norm(x, layer.mlp_norm, eps)
+            h = pieces.add_norm(x, y, layer.mlp_norm, eps)
             gate_up = layer.gate_up(h)
             low_rank.add_(gate_up, h, layer=i, site="gate_up")
-            h = silu_mul(gate_up)
-            down = layer.down(h)
-            low_rank.add_(down, h, layer=i, site="down")
-            x += down
+            h = pieces.silu_mul(gate_up)
+            y = layer.down(h)
+            low_rank.add_(y, h, layer=i, site="down")
 
         if batch.sample_rows is not None:
-            x = x[batch.sample_rows]
+            x, y = x[batch.sample_rows], None if y is None else y[batch.sample_rows]
         if not len(x):
             return x.new_empty(0, config.vocab_size)
-        return self.head(rms_norm(x, self.norm, eps))
+        return self.head(pieces.add_norm(x, y, self.norm, eps))
 
 
 def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

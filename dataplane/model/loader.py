@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dataplane.model.config import LlamaConfig
 from dataplane.model.layers import Rotary
-from dataplane.model.linear import pack_linear
 from dataplane.model.llama import Llama, LlamaLayer, weight_shapes
+from dataplane.model.pieces import Pieces, TorchPieces
 from veneer.errors import InvalidArgumentError, Violation
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
@@ -19,13 +19,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """Names that settings use for the dtypes a model can run in."""
 
 
-def load_llama(model_dir: Path, config: LlamaConfig, *, max_context: int, dtype: torch.dtype, device: torch.device) -> Llama:
+def load_llama(
+    model_dir: Path,
+    config: LlamaConfig,
+    *,
+    max_context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    pieces: Pieces | None = None,
+) -> Llama:
     """Loads the weights, one layer at a time, fused and packed.
 
     Raises:
         InvalidArgumentError: Tensors are missing, unknown or of another shape (every fault is listed), or a file is damaged.
     """
     files = _Files(model_dir, config)
+    pieces = pieces or TorchPieces()
 
     def tensor(name: str) -> Tensor:
         return files.read(name).to(device=device, dtype=dtype)
@@ -39,11 +48,11 @@ def load_llama(model_dir: Path, config: LlamaConfig, *, max_context: int, dtype:
         layers.append(
             LlamaLayer(
                 attention_norm=tensor(prefix + "input_layernorm.weight"),
-                qkv=pack_linear(fused(prefix + "self_attn.", "q_proj", "k_proj", "v_proj")),
-                o=pack_linear(tensor(prefix + "self_attn.o_proj.weight")),
+                qkv=pieces.pack(fused(prefix + "self_attn.", "q_proj", "k_proj", "v_proj")),
+                o=pieces.pack(tensor(prefix + "self_attn.o_proj.weight")),
                 mlp_norm=tensor(prefix + "post_attention_layernorm.weight"),
-                gate_up=pack_linear(fused(prefix + "mlp.", "gate_proj", "up_proj")),
-                down=pack_linear(tensor(prefix + "mlp.down_proj.weight")),
+                gate_up=pieces.pack(fused(prefix + "mlp.", "gate_proj", "up_proj")),
+                down=pieces.pack(tensor(prefix + "mlp.down_proj.weight")),
             )
         )
     embedding = tensor("model.embed_tokens.weight")
@@ -52,8 +61,9 @@ def load_llama(model_dir: Path, config: LlamaConfig, *, max_context: int, dtype:
         embedding=embedding,
         layers=tuple(layers),
         norm=tensor("model.norm.weight"),
-        head=pack_linear(embedding if config.tied else tensor("lm_head.weight")),
+        head=pieces.pack(embedding if config.tied else tensor("lm_head.weight")),
         rotary=Rotary(config, max_context=max_context, dtype=dtype, device=device),
+        pieces=pieces,
     )
 
 
