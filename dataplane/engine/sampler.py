@@ -69,7 +69,7 @@ class Sampler:
         """
         settings = [planned.sampling for planned in rows]
         assert None not in settings, "every row given to the sampler samples"
-        tokens, finite = self._pieces.likeliest(logits)  # before the penalty: the request's own settings are never held against the version
+        tokens, finite = self._pieces.likeliest(logits)  # before the penalty: own settings never count against the version
         penalised = [i for i, sampling in enumerate(settings) if sampling and sampling.repetition_penalty != 1.0]
         if penalised:
             self._penalise(logits, penalised, rows)
