@@ -172,10 +172,13 @@ class Bare:
         end = position + length
         cache[0, :, :, position:end] = _rotate(k, cos, sin)
         cache[1, :, :, position:end] = v
-        out = F.scaled_dot_product_attention(
-            _rotate(q, cos, sin), cache[0, :, :, :end], cache[1, :, :, :end], is_causal=length > 1, enable_gqa=True
-        )
-        return out.transpose(1, 2).reshape(rows * length, -1)
+        keys, values = cache[0, :, :, :end], cache[1, :, :, :end]
+        q = _rotate(q, cos, sin)
+        if length > 1:
+            out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).reshape(rows * length, -1)
+        grouped = q.view(rows, self._kv_heads, -1, self._head_dim)  # query heads of one key head stand where queries would
+        return F.scaled_dot_product_attention(grouped, keys, values).reshape(rows, -1)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -76,8 +76,9 @@ class EngineSupervisor:
             while self._client is None:
                 try:
                     await self._start_one()
-                except VeneerError as error:
-                    _log.error("the engine does not start", extra={"status": error.status, "cause": error.message})
+                except (VeneerError, OSError) as error:  # OSError: no process can be made now
+                    cause = error.message if isinstance(error, VeneerError) else type(error).__name__
+                    _log.error("the engine does not start", extra={"cause": cause})
                     await asyncio.sleep(pause_s)
                     pause_s = min(pause_s * 2, _MAX_PAUSE_S)
 

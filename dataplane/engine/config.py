@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from veneer.errors import InvalidArgumentError, Violation
 
-_CHOICES = {"dtype": ("float32", "bfloat16", "float16"), "device": ("cpu",)}
+_CHOICES = {"dtype": ("float32", "bfloat16", "float16"), "device": ("cpu",), "cpu_form": ("auto", "native", "torch")}
 _AT_LEAST_ONE = (
     "max_sequences",
     "max_step_tokens",
@@ -30,6 +30,7 @@ class EngineConfig:
         model_dir: Hugging Face folder of the base model.
         device: `cpu`; the low-rank product has no form for another device yet.
         dtype: Weights, activations and KV cache: float32, bfloat16 or float16.
+        cpu_form: `native` (kernels/cpu.cpp, built where a compiler is), `torch`, or `auto`: native where it can be had.
         num_threads: Threads of the math library; 0 leaves its own choice.
         max_sequences: Sequences that run at the same time.
         max_step_tokens: Rows of one step; at least `max_sequences`.
@@ -47,6 +48,7 @@ class EngineConfig:
     model_dir: str
     device: str = "cpu"
     dtype: str = "bfloat16"
+    cpu_form: str = "auto"
     num_threads: int = 0
     max_sequences: int = 64
     max_step_tokens: int = 512

@@ -85,7 +85,8 @@ class Engine:
         self._steps = self._generated = self._mixed_steps = 0
         self._max_adapters = self._max_rows = 0
         self._device_hits = self._host_hits = self._store_loads = 0
-        self.ready = Ready(memory.lines(available), memory.max_context, model.vocab_size)
+        lines = (*memory.lines(available), f"CPU form        {self._runner.form}")
+        self.ready = Ready(lines, memory.max_context, model.vocab_size)
 
     def send(self, command: Command) -> None:
         """Hands a command to the loop."""
@@ -162,7 +163,7 @@ class Engine:
         if submit.version is not None:
             if self._adapters.want(submit.version):
                 self._device_hits += 1
-            elif self._adapters.is_in_host(submit.version):
+            elif self._adapters.was_staged(submit.version):
                 self._host_hits += 1
             else:
                 self._store_loads += 1

@@ -102,8 +102,8 @@ class ProcessLink:
         try:
             while line := await reader.readline():
                 self._receive((decode(line),))  # type: ignore[arg-type]
-        except (OSError, ValueError):
-            pass  # a torn line: the process died while it wrote
+        except (OSError, ValueError) as error:  # a torn line: the process died while it wrote
+            _log.warning("the engine's stream broke off", extra={"cause": type(error).__name__})
         finally:
             if self._writer is not None:
                 self._writer.close()  # an engine that still runs ends at the end of its stream

@@ -8,14 +8,14 @@ import torch
 
 from dataplane.engine.batch import StepBuffers
 from dataplane.engine.config import EngineConfig
+from dataplane.engine.forms import choose_forms
 from dataplane.engine.memory import MemoryPlan
 from dataplane.engine.plan import Plan
 from dataplane.engine.sampler import Sampler
 from dataplane.lora.arena import Arena
 from dataplane.model.architecture import Architecture
-from dataplane.model.attention import PagedKv, TorchAttention
+from dataplane.model.attention import PagedKv
 from dataplane.model.loader import DTYPES, load_decoder
-from kernels.cpu import CpuLowRank
 from kernels.rows import build_rank_rows
 from kernels.sites import Site
 
@@ -42,10 +42,12 @@ class Runner:
     Attributes:
         arena: Adapters on the device.
         kv: The KV tensor.
+        form: Name of the form that computes, for the printed plan.
     """
 
     def __init__(self, config: EngineConfig, model: Architecture, memory: MemoryPlan) -> None:
         device, dtype = torch.device(config.device), DTYPES[config.dtype]
+        model = model.within(memory.max_context)
         self.arena = Arena(
             config.arena_bytes,
             unit_bytes=config.arena_unit_bytes,
@@ -56,24 +58,21 @@ class Runner:
             device=device,
         )
         self.kv = PagedKv(model, num_pages=memory.num_pages + 1, page_size=config.page_size, dtype=dtype, device=device)
+        forms = choose_forms(config, model, kv=self.kv, arena=self.arena, sites=model_sites(model))
+        self.form, self._attention, self._low_rank = forms.name, forms.attention, forms.low_rank
         with torch.inference_mode():
-            self._model = load_decoder(Path(config.model_dir), model, max_context=memory.max_context, dtype=dtype, device=device)
-        self._attention = TorchAttention(model, self.kv)
-        self._low_rank = CpuLowRank(
-            self.arena.tensor,
-            self.arena.descriptors,
-            sites=model_sites(model),
-            num_layers=model.num_layers,
-            max_rows=config.max_step_tokens,
-            max_list=config.max_step_rank_rows if config.arena_bytes else 0,
-        )
+            self._model = load_decoder(
+                Path(config.model_dir), model, max_context=memory.max_context, dtype=dtype, device=device, pieces=forms.pieces
+            )
         self._buffers = StepBuffers(
             max_step_tokens=config.max_step_tokens,
             max_sequences=config.max_sequences,
             max_pages=-(-memory.max_context // config.page_size),
             device=device,
         )
-        self._sampler = Sampler(max_sequences=config.max_sequences, vocab_size=model.vocab_size, device=device)
+        self._sampler = Sampler(
+            max_sequences=config.max_sequences, vocab_size=model.vocab_size, device=device, pieces=forms.pieces
+        )
         self._last_token = torch.zeros(config.max_sequences, dtype=torch.int64, device=device)
         self._device = device
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dataplane.engine.messages import Sampling
 from dataplane.engine.plan import PlannedRows
+from dataplane.model.pieces import Pieces, TorchPieces
 
 _MASK = (1 << 64) - 1
 _PREFILTER = 64
@@ -39,7 +40,8 @@ class Sampler:
     Temperature 0 takes the likeliest token. Owned by the runner.
     """
 
-    def __init__(self, *, max_sequences: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, *, max_sequences: int, vocab_size: int, device: torch.device, pieces: Pieces | None = None) -> None:
+        self._pieces = pieces or TorchPieces()
         self._shape = (max_sequences, vocab_size)
         self._device = device
         self._seen: Tensor | None = None
@@ -67,11 +69,11 @@ class Sampler:
         """
         settings = [planned.sampling for planned in rows]
         assert None not in settings, "every row given to the sampler samples"
+        tokens, finite = self._pieces.likeliest(logits)  # before the penalty: own settings never count against the version
         penalised = [i for i, sampling in enumerate(settings) if sampling and sampling.repetition_penalty != 1.0]
         if penalised:
             self._penalise(logits, penalised, rows)
-        largest, tokens = logits.max(dim=-1)
-        finite = largest.isfinite()
+            tokens = logits.argmax(dim=-1)
         drawn = [i for i, sampling in enumerate(settings) if sampling and sampling.temperature > 0]
         if drawn:
             chosen = torch.tensor(drawn, device=logits.device)
@@ -91,15 +93,17 @@ class Sampler:
         for i in penalised:
             sampling = rows[i].sampling
             assert sampling is not None
-            row, penalty = logits[i], sampling.repetition_penalty
-            row.copy_(torch.where(self._seen[rows[i].seat], torch.where(row > 0, row / penalty, row * penalty), row))
+            row, penalty, ends = logits[i], sampling.repetition_penalty, torch.finfo(logits.dtype)
+            changed = torch.where(row > 0, row / penalty, row * penalty).clamp(ends.min, ends.max)  # a tiny penalty overflows
+            row.copy_(torch.where(self._seen[rows[i].seat], changed, row))
 
 
 def _draw(logits: Tensor, settings: list[Sampling], noise: list[float]) -> Tensor:
     """Draws one token a row, [R]; logits are float32 [R, vocab] and finite at their maximum."""
     device = logits.device
     temperature = torch.tensor([sampling.temperature for sampling in settings], device=device)
-    scaled = logits / temperature[:, None].clamp(min=1e-5)
+    ends = torch.finfo(logits.dtype)
+    scaled = (logits / temperature[:, None].clamp(min=1e-5)).clamp(ends.min, ends.max)
     scaled -= scaled.amax(dim=-1, keepdim=True)
     mass = scaled.exp().sum(dim=-1, dtype=torch.float64)
     few, few_ids = scaled.topk(min(_PREFILTER, scaled.shape[1]), dim=-1)

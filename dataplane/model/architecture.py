@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dataplane.model.rope import Rope
 
@@ -103,6 +103,13 @@ class Architecture:
     def kv_size(self) -> int:
         """Columns of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
+
+    def within(self, max_context: int) -> Architecture:
+        """Returns the same model without the windows that hide nothing in sequences of up to `max_context` tokens."""
+        layers = (
+            layer if layer.window is None or layer.window < max_context else replace(layer, window=None) for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     @property
     def projections(self) -> tuple[Projection, ...]:

@@ -21,6 +21,9 @@ class PagedKv:
     tokens are the outer axis, so that a gather of pages is already the `[sequence, token, head, dim]` that attention reads,
     without another transposing copy, and appending a token writes one run of memory.
 
+    That is the order of `TorchAttention`. Another form of attention may keep its own inside the last three axes, a block: it
+    alone reads and writes them.
+
     Page 0 belongs to nobody and stays zero: page tables are padded with it.
 
     Attributes:
@@ -68,8 +71,8 @@ class Attention(Protocol):
         """Attends at one layer.
 
         Args:
-            qk: [T, heads + kv_heads, head_dim], rotated queries, then rotated keys.
-            v: [T, kv_heads, head_dim].
+            qk: [T, heads + kv_heads, head_dim], rotated queries, then rotated keys; may be a strided view.
+            v: [T, kv_heads, head_dim]; may be a strided view.
             layer: The layer.
 
         Returns:

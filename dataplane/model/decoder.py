@@ -11,8 +11,9 @@ from torch import Tensor
 from dataplane.model.architecture import Architecture
 from dataplane.model.attention import Attention
 from dataplane.model.batch import Batch
-from dataplane.model.layers import ACTIVATIONS, Rotary, rms_norm, rotate, softcap
+from dataplane.model.layers import Rotary, gelu_tanh_mul, rms_norm, softcap
 from dataplane.model.linear import Linear
+from dataplane.model.pieces import Pieces
 from dataplane.model.rope import Rope
 
 
@@ -69,6 +70,7 @@ class Decoder:
         norm: The last norm's weight.
         head: [vocab, H] as a product.
         rotaries: A position table for each set of rotary parameters that a layer has.
+        pieces: The form of what lies between the products.
     """
 
     form: Architecture
@@ -78,6 +80,7 @@ class Decoder:
     norm: Tensor
     head: Linear
     rotaries: dict[Rope, Rotary]
+    pieces: Pieces
 
     def forward(self, batch: Batch, attention: Attention, low_rank: LowRank) -> Tensor:
         """Computes one step: appends all rows to the KV cache and returns logits of the rows that are sampled.
@@ -87,42 +90,46 @@ class Decoder:
         Returns:
             [sampled rows, vocab], in the model's dtype.
         """
-        form, eps = self.form, self.form.norm_eps
+        form, eps, pieces = self.form, self.form.norm_eps, self.pieces
         attention.begin_step(batch)
         angles = {rope: rotary.at(batch.positions) for rope, rotary in self.rotaries.items()}
         num_turned = form.num_heads + form.num_kv_heads
-        gated = ACTIVATIONS[form.activation]
+        gated = pieces.silu_mul if form.activation == "silu" else gelu_tanh_mul
 
         x = self.embedding[batch.ids]
         if self.embedding_scale != 1:
             x *= self.embedding_scale
+        y: Tensor | None = None
         for i, (layer, of) in enumerate(zip(self.layers, form.layers, strict=True)):
-            h = rms_norm(x, layer.attention_norm, eps)
+            h = pieces.add_norm(x, y, layer.attention_norm, eps)
             qkv = layer.qkv(h)
             low_rank.add_(qkv, h, layer=i, site="qkv")
             heads = qkv.view(-1, num_turned + form.num_kv_heads, form.head_dim)
             qk, v = heads[:, :num_turned], heads[:, num_turned:]
             if layer.qk_norm is not None:
                 qk = rms_norm(qk, layer.qk_norm, eps)
-            qk = qk.contiguous() if of.rope is None else rotate(qk, *angles[of.rope])
+            if of.rope is not None:
+                qk = pieces.rotate(qk, *angles[of.rope])
             attended = attention(qk, v, layer=i)
-            o = layer.o(attended)
-            low_rank.add_(o, attended, layer=i, site="o")
-            x += o if layer.post_attention_norm is None else rms_norm(o, layer.post_attention_norm, eps)
+            y = layer.o(attended)
+            low_rank.add_(y, attended, layer=i, site="o")
+            if layer.post_attention_norm is not None:
+                y = rms_norm(y, layer.post_attention_norm, eps)
 
-            h = rms_norm(x, layer.mlp_norm, eps)
+            h = pieces.add_norm(x, y, layer.mlp_norm, eps)
             gate_up = layer.gate_up(h)
             low_rank.add_(gate_up, h, layer=i, site="gate_up")
             h = gated(gate_up)
-            down = layer.down(h)
-            low_rank.add_(down, h, layer=i, site="down")
-            x += down if layer.post_mlp_norm is None else rms_norm(down, layer.post_mlp_norm, eps)
+            y = layer.down(h)
+            low_rank.add_(y, h, layer=i, site="down")
+            if layer.post_mlp_norm is not None:
+                y = rms_norm(y, layer.post_mlp_norm, eps)
 
         if batch.sample_rows is not None:
-            x = x[batch.sample_rows]
+            x, y = x[batch.sample_rows], None if y is None else y[batch.sample_rows]
         if not len(x):
             return x.new_empty(0, form.vocab_size)
-        logits = self.head(rms_norm(x, self.norm, eps))
+        logits = self.head(pieces.add_norm(x, y, self.norm, eps))
         return logits if form.logit_softcap is None else softcap(logits, form.logit_softcap)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +37,6 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """Returns `gelu(gate) · up`, with gelu in its tanh form; see `silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
-"""Gated activations by the name that `Architecture` uses."""
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor
 from dataplane.model.architecture import Architecture
 from dataplane.model.decoder import Decoder, DecoderLayer, norm_names, weight_shapes
 from dataplane.model.layers import Rotary
-from dataplane.model.linear import Linear, pack_linear
+from dataplane.model.linear import Linear
+from dataplane.model.pieces import Pieces, TorchPieces
 from veneer.errors import InvalidArgumentError, Violation
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
@@ -20,7 +21,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """Names that settings use for the dtypes a model can run in."""
 
 
-def load_decoder(model_dir: Path, form: Architecture, *, max_context: int, dtype: torch.dtype, device: torch.device) -> Decoder:
+def load_decoder(
+    model_dir: Path,
+    form: Architecture,
+    *,
+    max_context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    pieces: Pieces | None = None,
+) -> Decoder:
     """Loads the weights, one layer at a time, fused and packed.
 
     Raises:
@@ -28,6 +37,7 @@ def load_decoder(model_dir: Path, form: Architecture, *, max_context: int, dtype
     """
     files = _Files(model_dir, form)
     names = norm_names(form)
+    pieces = pieces or TorchPieces()
 
     def tensor(name: str) -> Tensor:
         return files.read(name).to(device=device, dtype=dtype)
@@ -41,7 +51,7 @@ def load_decoder(model_dir: Path, form: Architecture, *, max_context: int, dtype
         parts = [part for part in form.projections if part.site == site]
         weight = torch.cat([tensor(f"{prefix}{part.path}.weight") for part in parts])
         biased = all(part.bias for part in parts)
-        return pack_linear(weight, torch.cat([tensor(f"{prefix}{part.path}.bias") for part in parts]) if biased else None)
+        return pieces.pack(weight, torch.cat([tensor(f"{prefix}{part.path}.bias") for part in parts]) if biased else None)
 
     def heads_norm(prefix: str) -> Tensor:
         q, k = norm(f"{prefix}self_attn.q_norm"), norm(f"{prefix}self_attn.k_norm")
@@ -71,8 +81,9 @@ def load_decoder(model_dir: Path, form: Architecture, *, max_context: int, dtype
         embedding_scale=torch.tensor(form.embedding_scale).to(dtype).item(),
         layers=tuple(layers),
         norm=norm("model.norm"),
-        head=pack_linear(embedding if form.tied else tensor("lm_head.weight")),
+        head=pieces.pack(embedding if form.tied else tensor("lm_head.weight")),
         rotaries={rope: Rotary(rope, max_context=max_context, dtype=dtype, device=device) for rope in ropes},
+        pieces=pieces,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,16 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     return Setting(
         model, adapters, 49152, MixedBatches(model, adapters, arena_bytes=256 << 20), Oracle(model, adapters), tolerance=2e-3
     )
+
+
+@pytest.fixture(scope="session")
+def tiny_native(tiny: Setting) -> Setting:
+    """The same, our side in the native CPU form."""
+    return dataclasses.replace(tiny, ours=MixedBatches(tiny.model, tiny.adapters, cpu_form="native"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_native(smollm2: Setting) -> Setting:
+    """The same, our side in the native CPU form."""
+    ours = MixedBatches(smollm2.model, smollm2.adapters, arena_bytes=256 << 20, cpu_form="native")
+    return dataclasses.replace(smollm2, ours=ours)

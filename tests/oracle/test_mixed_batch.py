@@ -27,13 +27,17 @@ def _check(setting: Setting, *, chunk: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("chunk", [1, 7, PAGE_SIZE, 512])
-def test_a_mixed_batch_of_the_tiny_model_equals_each_row_alone(tiny: Setting, chunk: int, seed: int) -> None:
-    _check(tiny, chunk=chunk, seed=seed)
+@pytest.mark.parametrize("name", ["tiny", "tiny_native"])
+def test_a_mixed_batch_of_the_tiny_model_equals_each_row_alone(
+    name: str, chunk: int, seed: int, request: pytest.FixtureRequest
+) -> None:
+    _check(request.getfixturevalue(name), chunk=chunk, seed=seed)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, PAGE_SIZE])
-def test_a_mixed_batch_of_smollm2_equals_each_row_alone(smollm2: Setting, chunk: int) -> None:
-    _check(smollm2, chunk=chunk, seed=3)
+@pytest.mark.parametrize("name", ["smollm2", "smollm2_native"])
+def test_a_mixed_batch_of_smollm2_equals_each_row_alone(name: str, chunk: int, request: pytest.FixtureRequest) -> None:
+    _check(request.getfixturevalue(name), chunk=chunk, seed=3)
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2"])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kernels.cpu import CpuLowRank
 from kernels.descriptors import Descriptors
+from kernels.native_low_rank import NativeLowRank
 from kernels.rows import RankRows
 from tests.fixtures.oracle import MixedBatches, Row, Setting, compare, mixed_rows, random_rows, save_peft_adapter
 from veneer.artifact import Limits
@@ -23,37 +24,39 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:peft"),
 ]
 
-Plant = Callable[[pytest.MonkeyPatch, Descriptors], None]
+Form = type[CpuLowRank] | type[NativeLowRank]
+Plant = Callable[[pytest.MonkeyPatch, Descriptors, Form], None]
+SETTINGS = ["tiny", "tiny_native"]
 
 
-def _adapter_ignored(patch: pytest.MonkeyPatch, table: Descriptors) -> None:
-    patch.setattr(CpuLowRank, "add_", lambda self, y, x, *, layer, site: None)
+def _adapter_ignored(patch: pytest.MonkeyPatch, table: Descriptors, form: Form) -> None:
+    patch.setattr(form, "add_", lambda self, y, x, *, layer, site: None)
 
 
-def _scale_dropped(patch: pytest.MonkeyPatch, table: Descriptors) -> None:
+def _scale_dropped(patch: pytest.MonkeyPatch, table: Descriptors, form: Form) -> None:
     patch.setattr(table, "scale", np.ones_like(table.scale))
 
 
-def _neighbours_rows(patch: pytest.MonkeyPatch, table: Descriptors) -> None:
-    begin = CpuLowRank.begin_step
+def _neighbours_rows(patch: pytest.MonkeyPatch, table: Descriptors, form: Form) -> None:
+    begin = form.begin_step
 
-    def rolled(self: CpuLowRank, rows: RankRows) -> None:
+    def rolled(self: NativeLowRank, rows: RankRows) -> None:
         begin(self, dataclasses.replace(rows, row_slot=np.roll(rows.row_slot, 1)))
 
-    patch.setattr(CpuLowRank, "begin_step", rolled)
+    patch.setattr(form, "begin_step", rolled)
 
 
-def _one_site_missing(patch: pytest.MonkeyPatch, table: Descriptors) -> None:
-    add = CpuLowRank.add_
+def _one_site_missing(patch: pytest.MonkeyPatch, table: Descriptors, form: Form) -> None:
+    add = form.add_
 
-    def without_down(self: CpuLowRank, y: torch.Tensor, x: torch.Tensor, *, layer: int, site: str) -> None:
+    def without_down(self: NativeLowRank, y: torch.Tensor, x: torch.Tensor, *, layer: int, site: str) -> None:
         if site != "down":
             add(self, y, x, layer=layer, site=site)
 
-    patch.setattr(CpuLowRank, "add_", without_down)
+    patch.setattr(form, "add_", without_down)
 
 
-def _rank_cut(patch: pytest.MonkeyPatch, table: Descriptors) -> None:
+def _rank_cut(patch: pytest.MonkeyPatch, table: Descriptors, form: Form) -> None:
     patch.setattr(table, "rank", np.minimum(table.rank, 48))
 
 
@@ -75,13 +78,21 @@ def _forget(ours: MixedBatches) -> None:
         ours.runner._low_rank.invalidate(slot)
 
 
+@pytest.fixture(params=SETTINGS)
+def either(request: pytest.FixtureRequest) -> Setting:
+    """The tiny model in each CPU form."""
+    setting: Setting = request.getfixturevalue(request.param)
+    return setting
+
+
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_planted_fault_is_seen(tiny: Setting, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_seen(either: Setting, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, form = either, type(either.ours.runner._low_rank)
     rows = mixed_rows(tiny, seed=1)
     theirs = tiny.theirs.logits(rows)
     try:
         with monkeypatch.context() as patch:
-            MUTANTS[name](patch, tiny.ours.runner.arena.descriptors)
+            MUTANTS[name](patch, tiny.ours.runner.arena.descriptors, form)
             _forget(tiny.ours)
             mutant = compare(tiny.ours.logits(rows, chunk=7), theirs, tolerance=tiny.tolerance)
     finally:
@@ -92,7 +103,7 @@ def test_a_planted_fault_is_seen(tiny: Setting, name: str, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def with_huge(tiny: Setting, tmp_path: Path) -> tuple[MixedBatches, list[Row]]:
+def with_huge(tiny: Setting, tmp_path: Path) -> tuple[dict[str, Path], list[Row]]:
     """An adapter with entries of 3e38 beside three victims; publish would refuse it, the engine must bear it."""
     from transformers import AutoModelForCausalLM
 
@@ -102,30 +113,32 @@ def with_huge(tiny: Setting, tmp_path: Path) -> tuple[MixedBatches, list[Row]]:
     )
     weights = huge / "adapter_model.safetensors"
     save_file({name: tensor.sign() * 3e38 for name, tensor in load_file(weights).items()}, weights)
-    ours = MixedBatches(tiny.model, {**tiny.adapters, "huge": huge}, limits=Limits(max_abs=float("inf")))
     victims: list[str | None] = ["two-modules", "patterns", None]
-    return ours, random_rows(["huge", *victims], vocab=tiny.vocab, seed=5)
+    return {**tiny.adapters, "huge": huge}, random_rows(["huge", *victims], vocab=tiny.vocab, seed=5)
 
 
-def _victims_error(tiny: Setting, ours: MixedBatches, rows: list[Row]) -> float:
+def _victims_error(tiny: Setting, adapters: dict[str, Path], rows: list[Row], *, cpu_form: str) -> float:
+    ours = MixedBatches(tiny.model, adapters, limits=Limits(max_abs=float("inf")), cpu_form=cpu_form)
     result = ours.logits(rows, chunk=7)
     return compare(result[1:], tiny.theirs.logits(rows[1:]), tolerance=tiny.tolerance).largest_error
 
 
+@pytest.mark.parametrize("cpu_form", ["torch", "native"])
 def test_an_adapter_of_huge_numbers_does_not_touch_its_neighbours(
-    tiny: Setting, with_huge: tuple[MixedBatches, list[Row]]
+    tiny: Setting, with_huge: tuple[dict[str, Path], list[Row]], cpu_form: str
 ) -> None:
-    assert _victims_error(tiny, *with_huge) <= tiny.tolerance
+    assert _victims_error(tiny, *with_huge, cpu_form=cpu_form) <= tiny.tolerance
 
 
 def test_a_mask_that_multiplies_is_seen(
-    tiny: Setting, with_huge: tuple[MixedBatches, list[Row]], monkeypatch: pytest.MonkeyPatch
+    tiny: Setting, with_huge: tuple[dict[str, Path], list[Row]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "where", lambda mask, value, other: mask * value)
-    assert not _victims_error(tiny, *with_huge) <= tiny.tolerance
+    assert not _victims_error(tiny, *with_huge, cpu_form="torch") <= tiny.tolerance
 
 
-def test_what_a_freed_page_held_reaches_nobody(tiny: Setting) -> None:
+def test_what_a_freed_page_held_reaches_nobody(either: Setting) -> None:
+    tiny = either
     rows = mixed_rows(tiny, seed=6)
     theirs = tiny.theirs.logits(rows)
     tiny.ours.runner.kv.data[1:] = torch.nan
@@ -142,3 +155,15 @@ def test_a_page_that_is_not_cleared_is_seen(tiny: Setting, monkeypatch: pytest.M
         assert not compare(tiny.ours.logits(rows, chunk=7), theirs, tolerance=tiny.tolerance).largest_error <= tiny.tolerance
     finally:
         kv.data.zero_()
+
+
+def test_the_native_form_reads_nothing_behind_a_sequence_even_of_pages_that_are_not_cleared(
+    tiny_native: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = mixed_rows(tiny_native, seed=6)
+    theirs = tiny_native.theirs.logits(rows)
+    kv = tiny_native.ours.runner.kv
+    kv.data[1:] = torch.nan
+    monkeypatch.setattr(kv, "clear", lambda pages: None)
+    tolerance = tiny_native.tolerance
+    assert compare(tiny_native.ours.logits(rows, chunk=7), theirs, tolerance=tolerance).largest_error <= tolerance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from typing import Any
 
@@ -14,6 +15,7 @@ from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Delta, Failed, Sampling, Submit
 from dataplane.engine.plan import Outcome, Plan
 from dataplane.engine.scheduler import Scheduler
+from dataplane.engine.sequence import Sequence
 from dataplane.lora.residency import Lease
 from kernels.rows import aligned_rank
 from veneer.errors import InvalidArgumentError, ResourceExhaustedError
@@ -440,3 +442,14 @@ def test_what_rows_in_flight_use_is_held_until_they_are_committed(ending: str) -
     assert scheduler.schedule() is None
     assert scheduler.commit(second, [9]) == Outcome((), (), ())
     assert_idle(scheduler, adapters)
+
+
+def test_ended_requests_with_distant_deadlines_are_not_kept() -> None:
+    scheduler = make()
+    scheduler.add(submit("stays", deadline_s=5000.0), 0.0)
+    for number in range(1000):
+        scheduler.add(submit(f"r{number}", deadline_s=3600.0), 0.0)
+        scheduler.abort(f"r{number}")
+    kept = [entry for entry in gc.get_objects() if type(entry) is Sequence and entry.submit.deadline_s == 3600.0]
+    assert len(kept) <= 100
+    assert scheduler.next_deadline == 5000.0

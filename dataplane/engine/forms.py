@@ -1,0 +1,91 @@
+"""Chooses the form in which a machine computes: the native CPU form where there is one, PyTorch's operations elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dataplane.engine.config import EngineConfig
+from dataplane.lora.arena import Arena
+from dataplane.model.architecture import Architecture
+from dataplane.model.attention import Attention, PagedKv, TorchAttention
+from dataplane.model.decoder import LowRank
+from dataplane.model.native_attention import NativeAttention
+from dataplane.model.pieces import NativePieces, Pieces, TorchPieces
+from kernels.cpu import CpuLowRank
+from kernels.native import NativeFormError, load_native
+from kernels.native_low_rank import NativeLowRank
+from kernels.rows import RankRows
+from kernels.sites import Site
+from veneer.errors import FailedPreconditionError
+
+_log = logging.getLogger(__name__)
+
+
+class StepLowRank(LowRank, Protocol):
+    """A low-rank product as the runner drives it."""
+
+    def begin_step(self, rows: RankRows) -> None:
+        """Prepares the step's rows."""
+
+    def invalidate(self, slot: int) -> None:
+        """Drops what is kept of a slot."""
+
+
+class NoNativeFormError(FailedPreconditionError):
+    """`cpu_form = native` asks for a form that this machine or these shapes do not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """One form of everything that has several.
+
+    Attributes:
+        name: For the printed plan.
+        attention: Over the KV pages; it owns the order inside a block of the cache.
+        low_rank: The adapters' part.
+        pieces: What lies between.
+    """
+
+    name: str
+    attention: Attention
+    low_rank: StepLowRank
+    pieces: Pieces
+
+
+def choose_forms(config: EngineConfig, model: Architecture, *, kv: PagedKv, arena: Arena, sites: tuple[Site, ...]) -> Forms:
+    """Returns the forms that `config.cpu_form` asks for; `auto` takes the native one where it can be had and logs why not.
+
+    Raises:
+        NoNativeFormError: The native form is asked for by name and cannot be had.
+    """
+    if config.cpu_form != "torch" and config.device == "cpu":
+        try:
+            return _native(config, model, kv=kv, arena=arena, sites=sites)
+        except NativeFormError as error:
+            if config.cpu_form == "native":
+                raise NoNativeFormError(f"cpu_form = native cannot be had: {error}") from error
+            _log.warning("no native CPU form; PyTorch's operations serve, slower", extra={"reason": str(error)})
+    low_rank = CpuLowRank(
+        arena.tensor,
+        arena.descriptors,
+        sites=sites,
+        num_layers=model.num_layers,
+        max_rows=config.max_step_tokens,
+        max_list=config.max_step_rank_rows if config.arena_bytes else 0,
+    )
+    return Forms("torch", TorchAttention(model, kv), low_rank, TorchPieces())
+
+
+def _native(config: EngineConfig, model: Architecture, *, kv: PagedKv, arena: Arena, sites: tuple[Site, ...]) -> Forms:
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    native = load_native()
+    return Forms(
+        f"native, {native.instruction_set.name}",
+        NativeAttention(model, kv, native=native),
+        NativeLowRank(arena.tensor, arena.descriptors, native=native, sites=sites, max_rows=config.max_step_tokens),
+        NativePieces(native, dtype),
+    )

@@ -1,0 +1,58 @@
+"""Which form computes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import dataplane.engine.forms
+from dataplane.engine.config import EngineConfig
+from dataplane.engine.forms import NoNativeFormError
+from dataplane.engine.memory import plan_memory
+from dataplane.engine.runner import Runner
+from kernels.native import NativeFormError
+from veneer.errors import InvalidArgumentError
+
+Make = Callable[..., EngineConfig]
+
+
+def form_of(config: EngineConfig, plain: Any) -> str:
+    return Runner(config, plain.config, plan_memory(config, plain.config)).form
+
+
+def without_compiler() -> None:
+    raise NativeFormError("no C++ compiler")
+
+
+def test_the_native_form_is_taken_where_it_can_be_had(tiny_config: Make, plain: Any) -> None:
+    assert form_of(tiny_config(), plain).startswith("native, ")
+    assert form_of(tiny_config(cpu_form="native"), plain).startswith("native, ")
+    assert form_of(tiny_config(cpu_form="torch"), plain) == "torch"
+
+
+@pytest.mark.parametrize("changes", [{"page_size": 4}, {"dtype": "float16"}])
+def test_shapes_that_the_native_form_lacks_are_served_by_torch_unless_it_is_named(
+    tiny_config: Make, plain: Any, changes: dict[str, object]
+) -> None:
+    assert form_of(tiny_config(**changes), plain) == "torch"
+    with pytest.raises(NoNativeFormError, match="cpu_form = native cannot be had"):
+        form_of(tiny_config(cpu_form="native", **changes), plain)
+
+
+def test_a_machine_without_a_compiler_serves_with_torch_and_says_why(
+    tiny_config: Make, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dataplane.engine.forms, "load_native", without_compiler)
+    with caplog.at_level(logging.WARNING):
+        assert form_of(tiny_config(), plain) == "torch"
+    assert [record.reason for record in caplog.records] == ["no C++ compiler"]  # type: ignore[attr-defined]
+    with pytest.raises(NoNativeFormError, match="no C\\+\\+ compiler"):
+        form_of(tiny_config(cpu_form="native"), plain)
+
+
+def test_an_unknown_form_is_refused(tiny_config: Make) -> None:
+    with pytest.raises(InvalidArgumentError, match="cpu_form"):
+        tiny_config(cpu_form="fast")
