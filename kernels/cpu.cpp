@@ -575,9 +575,10 @@ void likeliest(const T *x, int64_t *index, uint8_t *finite, int64_t rows, int64_
 // ------------------------------------------------------------------------------------------------------------------- low rank
 
 constexpr int ROWS = 16;       // rows of one adapter that an item handles
-constexpr int RANKS = 8;       // rank rows of an item of the first half
+constexpr int RANKS = 16;      // rank rows of an item of the first half
 constexpr int TILE = 4;        // rows, and rank rows, that are held in registers
 constexpr int MAX_SLICES = 4;
+constexpr int FAR = 4;         // steps of columns that B is fetched ahead
 
 // Mirrors kernels.native.LowRankSite.
 struct LowRankSite {
@@ -608,7 +609,10 @@ INLINE void shrink(const T *const *x, const T *a, int64_t width, float scale, fl
   floats acc[R][J] = {};
   auto add = [&](int64_t k, int count) {
     words v[J];
-    for (int j = 0; j < J; j++) v[j] = load_row(a + j * width + k, count);
+    for (int j = 0; j < J; j++) {
+      v[j] = load_row(a + j * width + k, count);
+      __builtin_prefetch(a + (j + J) * width + k);  // the next tile's
+    }
     for (int r = 0; r < R; r++) {
       const words u = load_row(x[r] + k, count);
       for (int j = 0; j < J; j++) acc[r][j] = Words<T>::step(acc[r][j], u, v[j]);
@@ -629,6 +633,7 @@ INLINE void expand(T *const *y, const T *b, const float *const *h, int64_t width
   for (int j = 0; j < rank; j++) {
     floats row[V];
     for (int v = 0; v < V; v++) row[v] = get(b + j * width + column, v);
+    if (V > 1) __builtin_prefetch(b + j * width + column + FAR * V * LANES);
     for (int r = 0; r < R; r++) {
       const floats factor = all(h[r][j]);
       for (int v = 0; v < V; v++) acc[r][v] = fma(factor, row[v], acc[r][v]);

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-CACHE = Path.home() / ".cache" / "veneer" / "native"
+_CACHE = Path(".cache", "veneer", "native")
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
 _BUILD_TIMEOUT_S = 300
 _SUFFIX = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -115,7 +115,7 @@ def processor_features() -> frozenset[str]:
 
 
 @functools.cache
-def load_native(instruction_set: InstructionSet | None = None, *, cache: Path = CACHE) -> Native:
+def load_native(instruction_set: InstructionSet | None = None, *, cache: Path | None = None) -> Native:
     """Returns the library, built first where the cache folder does not hold it; once a process.
 
     The file's name is a digest of source, compiler, flags and OpenMP runtime. It is built beside its place under a lock and moved
@@ -124,7 +124,7 @@ def load_native(instruction_set: InstructionSet | None = None, *, cache: Path = 
 
     Args:
         instruction_set: Another than the best one, for tests.
-        cache: Folder of built libraries.
+        cache: Folder of built libraries; by default `.cache/veneer/native` of the home folder.
 
     Raises:
         NativeFormError: No compiler, or the build or the load fails.
@@ -138,9 +138,10 @@ def load_native(instruction_set: InstructionSet | None = None, *, cache: Path = 
     parts = (SOURCE.read_text(), compiler, version, " ".join(_FLAGS + chosen.flags), str(runtime))
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32] + ".so"
     try:
+        cache = cache or Path.home() / _CACHE
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = _built(cache / name, compiler, chosen, runtime)
-    except OSError:
+    except (OSError, RuntimeError):  # no home folder is a RuntimeError
         path = _built(Path(tempfile.mkdtemp(prefix="veneer-native-")) / name, compiler, chosen, runtime)
     return _open(path, chosen)
 

@@ -79,7 +79,7 @@ def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch, small_source: Path
 
 def test_what_the_compiler_says_is_told(small_source: Path, tmp_path: Path) -> None:
     small_source.write_text("this is no program")
-    with pytest.raises(NativeFormError, match="the compiler fails: .*error"):
+    with pytest.raises(NativeFormError, match=r"the compiler fails: .*error"):
         load_native(cache=tmp_path / "cache")
     assert [entry.suffix for entry in (tmp_path / "cache").iterdir()] == [".lock"]
 
@@ -95,5 +95,5 @@ def test_a_damaged_library_is_said(small_source: Path, tmp_path: Path) -> None:
 
 
 def test_a_dtype_without_a_native_form_is_said() -> None:
-    with pytest.raises(NativeFormError, match="not in torch.float16"):
+    with pytest.raises(NativeFormError, match=r"not in torch\.float16"):
         load_native().function("linear", torch.float16)

@@ -93,8 +93,7 @@ def test_a_page_is_cleared_when_it_is_handed_out(tiny_config: Make, plain: Any) 
     runner.run(plan)
     (page,) = plan.rows[0].new_pages
     assert runner.kv.data[page].isfinite().all()
-    assert runner.kv.data[page, :, :, :3].ne(0).any()
-    assert runner.kv.data[page, :, :, 3:].eq(0).all()
+    assert runner.kv.data[page].ne(0).sum() == runner.kv.data[page].numel() * 3 // 16  # three tokens of sixteen
 
 
 def test_the_step_never_writes_page_zero(tiny_config: Make, plain: Any) -> None:
