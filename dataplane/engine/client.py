@@ -128,7 +128,7 @@ class EngineClient:
                     if isinstance(following, VeneerError):
                         later = following
                         break
-                    delta = Delta(delta.request_id, delta.index, delta.ids + following.ids, following.finish, delta.prompt_tokens)
+                    delta = delta.followed_by(following)
                 if isinstance(delta, VeneerError):
                     ended = True
                     raise delta
