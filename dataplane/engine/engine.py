@@ -23,8 +23,10 @@ from dataplane.engine.messages import (
     Fail,
     Failed,
     Holding,
+    Pause,
     Query,
     Ready,
+    Resume,
     Stage,
     State,
     Stop,
@@ -141,6 +143,10 @@ class Engine:
                 self._submit(command, events)
             case Abort(request_id):
                 self._scheduler.abort(request_id)
+            case Pause(request_id):
+                self._scheduler.pause(request_id, paused=True)
+            case Resume(request_id):
+                self._scheduler.pause(request_id, paused=False)
             case Stage(version, path):
                 self._adapters.stage(version, path)
             case Unstage(version, drop_device):

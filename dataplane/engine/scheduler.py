@@ -149,6 +149,12 @@ class Scheduler:
         self._end(sequence)
         return True
 
+    def pause(self, request_id: str, *, paused: bool) -> None:
+        """Keeps a request out of steps, or lets it run again. Unknown ids are ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            sequence.paused = paused
+
     def expire(self, now: float) -> list[Failed]:
         """Ends every request whose deadline has passed."""
         failed = []
@@ -296,8 +302,9 @@ class Scheduler:
         while missing > self._pool.num_free:
             if any(other.preempting or other.phase is Phase.ENDED for other in self._running):
                 return None
-            victim = self._running[-1]
-            if victim is self._running[0]:
+            idle = [other for other in self._running if other.paused]
+            victim = idle[-1] if idle else self._running[-1]
+            if victim is self._running[0] and not idle:
                 return None
             self._preempt(victim)
             if victim is sequence:
@@ -326,10 +333,12 @@ class Scheduler:
         behind which nobody takes what it lacks (pages: nobody at all; rank rows or a slot: no other adapter).
         """
         while self._preempted and self._seats and budget:
-            sequence = self._preempted[0]
+            sequence = next((other for other in self._preempted if not other.paused), None)
+            if sequence is None:
+                break
             if not self._has_pages(sequence) or not self._chunk(sequence, budget):
                 return
-            del self._preempted[0]
+            self._preempted.remove(sequence)
             budget -= self._start(sequence, planned, budget)
         passed: list[Sequence] = []
         num_before = self._num_admitted

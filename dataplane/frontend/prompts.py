@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +93,15 @@ class Prompts:
     def detokenizer(self) -> Detokenizer:
         """Returns a detokenizer for one request."""
         return Detokenizer(self.tokenizer.pieces)
+
+    def cut_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Returns the token sequences of words, each alone and after a space."""
+        cut = (
+            self.tokenizer.encode(spelling, add_special_tokens=False)
+            for word in words
+            for spelling in (word.lstrip(" "), " " + word.lstrip(" "))
+        )
+        return tuple(dict.fromkeys(ids for ids in cut if ids))
 
     async def prepare(self, prompt: Prompt, *, max_tokens: int | None) -> Budget:
         """Returns the prompt's ids and how many tokens may follow; long texts are tokenized on another thread.

@@ -312,9 +312,7 @@ async def test_logprobs_of_prompt_and_output_are_the_models_own(tiny_config: Mak
     client = await EngineClient.start(tiny_config(), in_process=in_process)
     prompt = [int(token) for token in torch.randint(160, (150,), generator=torch.Generator().manual_seed(3))]
     sampling = Sampling(max_tokens=5, temperature=0.0, logprobs=2, prompt_logprobs=3, frequency_penalty=0.5)
-    neighbours = [
-        asyncio.create_task(collect(client, request(f"n{i}", prompt[: 20 + i], max_tokens=30))) for i in range(3)
-    ]
+    neighbours = [asyncio.create_task(collect(client, request(f"n{i}", prompt[: 20 + i], max_tokens=30))) for i in range(3)]
     deltas = await collect_deltas(client, request("scored", prompt, sampling=sampling))
     ids = [id_ for delta in deltas for id_ in delta.ids]
     want = plain.logits([*prompt, *ids]).log_softmax(-1)
