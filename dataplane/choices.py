@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from dataplane.engine.intake import check_rules
 from dataplane.engine.messages import Sampling
+from dataplane.frontend.grammars import Constraint
 from dataplane.frontend.prompts import Budget, Prompts
 from dataplane.token_stream import Piece, TokenStream
-from veneer.errors import InvalidArgumentError
+from veneer.errors import InvalidArgumentError, Violation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class Choice:
     prompt_logprobs: int | None = None
     n: int = 1
     echo: bool = False
+    constraint: Constraint | None = None
 
 
 def sampling_of(choice: Choice, budget: Budget, prompts: Prompts, *, seed: int, index: int, grammar: str = "") -> Sampling:
@@ -54,6 +56,8 @@ def sampling_of(choice: Choice, budget: Budget, prompts: Prompts, *, seed: int, 
     Raises:
         InvalidArgumentError: Lists what this prompt and this vocabulary do not allow.
     """
+    if grammar and choice.ignore_eos:
+        raise InvalidArgumentError.of([Violation("sampling.ignore_eos", "must be false with structured_outputs")])
     eos_ids = () if choice.ignore_eos else prompts.eos_ids
     sampling = Sampling(
         max_tokens=budget.max_tokens,

@@ -200,9 +200,11 @@ class Generator:
         served = self._bind(request, answer)
         with self._place(answer.caller, request.choice.n):
             budget = await self._prompts.prepare(request.prompt, max_tokens=request.choice.max_tokens)
+            constraint = request.choice.constraint
+            grammar = "" if constraint is None else await self._prompts.grammars.check(constraint)
             if request.deadline_s is not None:
                 request = replace(request, deadline_s=max(request.deadline_s - (time.monotonic() - started_s), 0.0))
-            submits = self._submits(request, answer.caller, budget, served)
+            submits = self._submits(request, answer.caller, budget, served, grammar=grammar)
             timers = [self._metrics.timer(answer.caller.tenant, started_s) for _ in submits]
             async with aclosing(self._answer(request, answer.caller, served, submits)) as parts:
                 async for part in parts:
@@ -322,7 +324,9 @@ class Generator:
             sticky=sticky,
         )
 
-    def _submits(self, request: GenerationRequest, caller: Caller, budget: Budget, served: Served) -> list[Submit]:
+    def _submits(
+        self, request: GenerationRequest, caller: Caller, budget: Budget, served: Served, *, grammar: str
+    ) -> list[Submit]:
         choice = request.choice
         seed = secrets.randbits(63) if choice.seed is None else choice.seed
         salt = hmac.digest(caller.cache_salt, b"veneer.cache\0" + request.sub_salt, hashlib.sha256).hex()
@@ -331,7 +335,7 @@ class Generator:
                 request_id=uuid.uuid4().hex,  # the caller's own identifier need not be unique
                 tenant=caller.tenant,
                 prompt=budget.ids,
-                sampling=sampling_of(choice, budget, self._prompts, seed=seed, index=index),
+                sampling=sampling_of(choice, budget, self._prompts, seed=seed, index=index, grammar=grammar),
                 version=served.version,
                 deadline_s=request.deadline_s,
                 weight=caller.weight,

@@ -11,6 +11,7 @@ import grpc
 from dataplane.choices import Choice
 from dataplane.engine.messages import Logprobs
 from dataplane.fallback import FallbackMode, FallbackReason
+from dataplane.frontend.grammars import Constraint
 from dataplane.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from dataplane.generation import Echo, GenerationRequest, Generator, Part, Served
 from dataplane.resolution import Target
@@ -93,7 +94,13 @@ def _choice(sampling: generation_pb2.SamplingParams) -> Choice:
         prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
         n=sampling.n or 1,
         echo=sampling.echo,
+        constraint=_constraint(sampling.structured_outputs),
     )
+
+
+def _constraint(outputs: generation_pb2.StructuredOutputs) -> Constraint | None:
+    kind = outputs.WhichOneof("constraint")
+    return None if kind is None else Constraint(kind, getattr(outputs, kind))
 
 
 def _response(part: Part) -> generation_pb2.GenerateResponse:

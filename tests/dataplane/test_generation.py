@@ -15,6 +15,7 @@ import pytest
 from dataplane.choices import Choice, seed_of
 from dataplane.engine.messages import Logprobs
 from dataplane.fallback import FallbackMode, FallbackReason
+from dataplane.frontend.grammars import Constraint
 from dataplane.frontend.prompts import Prompts, TextPrompt, TokenPrompt
 from dataplane.generation import GenerationRequest, Generator, Part, Served, StreamLimits
 from dataplane.prefetcher import Claim
@@ -428,3 +429,22 @@ async def test_bad_words_are_cut_alone_and_after_a_space(stage: Stage) -> None:
     words = stage.engine.submits[0].sampling.bad_words
     encode = stage.prompts.tokenizer.encode
     assert words == tuple(encode(text, add_special_tokens=False) for text in ("fox", " fox", "lazy", " lazy"))
+
+
+async def test_a_grammar_is_checked_before_anything_is_queued_or_loaded(stage: Stage) -> None:
+    for constraint in (Constraint("json", "{nonsense"), Constraint("regex", "(?=a)b"), Constraint("grammar", "start: none")):
+        with pytest.raises(InvalidArgumentError) as caught:
+            await stage.run(with_choice(constraint=constraint))
+        assert [violation.field for violation in caught.value.violations] == [f"sampling.structured_outputs.{constraint.kind}"]
+    assert (stage.engine.submits, stage.loader.claims) == ([], [])
+    assert stage.generator.num_streams == 0
+
+
+async def test_the_engine_gets_the_grammar_and_the_token_that_ends_it(stage: Stage) -> None:
+    await stage.run(with_choice(constraint=Constraint("regex", "[ab]+")))
+    sampling = stage.engine.submits[0].sampling
+    assert "[ab]+" in sampling.grammar
+    assert sampling.stop_token_ids == (0,)
+    with pytest.raises(InvalidArgumentError, match="ignore_eos"):
+        await stage.run(with_choice(constraint=Constraint("regex", "[ab]+"), ignore_eos=True))
+    assert len(stage.engine.submits) == 1

@@ -14,6 +14,7 @@ import pytest
 from dataplane.choices import Choice
 from dataplane.engine.messages import Logprobs
 from dataplane.fallback import FallbackMode, FallbackReason
+from dataplane.frontend.grammars import Constraint
 from dataplane.frontend.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from dataplane.generation import Echo, GenerationRequest, Part, Served
 from dataplane.node import RULES
@@ -352,3 +353,15 @@ async def test_choices_logprobs_and_the_prompt_are_on_the_wire(stub: Any, script
     assert second.echo == generation_pb2.Echo(ids=[1, 2], text="hi", logprobs=[wire])
     assert (second.chunk.choice, second.finish.choice, last.finish.choice) == (0, 0, 1)
     assert not first.HasField("echo")
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "grammar"])
+async def test_what_the_text_must_match_reaches_the_generator(stub: Any, script: Script, kind: str) -> None:
+    outputs = generation_pb2.StructuredOutputs(**{kind: "x"})
+    sampling = generation_pb2.SamplingParams(structured_outputs=outputs)
+    await read(stub.Generate(generation_pb2.GenerateRequest(text="hello", sampling=sampling), metadata=KEY))
+    assert script.requests[0].choice.constraint == Constraint(kind, "x")
+    sampling = generation_pb2.SamplingParams(structured_outputs=generation_pb2.StructuredOutputs())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(stub.Generate(generation_pb2.GenerateRequest(text="hello", sampling=sampling), metadata=KEY))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
