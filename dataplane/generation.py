@@ -14,13 +14,14 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dataplane.arms import draw_arm
-from dataplane.engine.messages import Delta, Sampling, Submit
+from dataplane.choices import Choice, ChoiceStreams, sampling_of
+from dataplane.engine.messages import Delta, Logprobs, Submit
 from dataplane.fallback import FallbackMode, FallbackReason, on_not_ready, on_refusal
 from dataplane.frontend.detokenizer import StopStrings
 from dataplane.frontend.prompts import Budget, Prompt, Prompts
@@ -45,22 +46,6 @@ class Loader(Protocol):
 
     def ensure(self, version: str) -> Claim:
         """Has the version's image brought to host memory, and kept there while the claim is held."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """How tokens are chosen; see `veneer.dataplane.v1.SamplingParams`. None means the default."""
-
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +93,29 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt, sent back: ids and text with `echo`, logprobs of all tokens but the first with `prompt_logprobs`."""
+
+    ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[Logprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """One message of the answer; `served` in the first only."""
+    """One message of the answer.
+
+    Attributes:
+        served: What answers; in the first message only.
+        piece: The next tokens of a choice.
+        choice: Which one.
+        echo: In the first message of choice 0, where asked for.
+    """
 
     served: Served | None
     piece: Piece
+    choice: int = 0
+    echo: Echo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,7 @@ class StreamLimits:
         max_streams: Streams at once.
         max_streams_per_tenant: Streams of one tenant at once.
         max_buffer_bytes: What may wait for one reader.
+        max_buffer_tokens: Tokens that may.
         slow_reader_s: How long that may stay full.
         fallback_after_s: How long a version may take to load before the base answers, where it may; never more than half of
             what is left to the deadline.
@@ -131,6 +135,7 @@ class StreamLimits:
     max_streams: int = 10_000
     max_streams_per_tenant: int = 2_000
     max_buffer_bytes: int = 256 << 10
+    max_buffer_tokens: int = 256
     slow_reader_s: float = 10.0
     fallback_after_s: float = 5.0
 
@@ -193,57 +198,62 @@ class Generator:
         caller = answer.caller
         set_identity(Identity(kind="tenant", key_digest=request.key_digest, key_id=caller.key_id, tenant=caller.tenant))
         served = self._bind(request, answer)
-        with self._place(answer.caller):
+        with self._place(answer.caller, request.choice.n):
             budget = await self._prompts.prepare(request.prompt, max_tokens=request.choice.max_tokens)
+            constraint = request.choice.constraint
+            grammar = "" if constraint is None else await self._prompts.grammars.check(constraint)
             if request.deadline_s is not None:
                 request = replace(request, deadline_s=max(request.deadline_s - (time.monotonic() - started_s), 0.0))
-            seed = secrets.randbits(63) if request.choice.seed is None else request.choice.seed
-            submit = self._submit(request, answer.caller, budget, served, seed=seed)
-            timer = self._metrics.timer(answer.caller.tenant, started_s)
-            async with aclosing(self._answer(request, answer.caller, served, submit)) as parts:
+            submits = self._submits(request, answer.caller, budget, served, grammar=grammar)
+            timers = [self._metrics.timer(answer.caller.tenant, started_s) for _ in submits]
+            async with aclosing(self._answer(request, answer.caller, served, submits)) as parts:
                 async for part in parts:
-                    self._metrics.saw(timer, part.piece)
+                    self._metrics.saw(timers[part.choice], part.piece, first_choice=part.choice == 0)
                     yield part
 
-    async def _answer(self, request: GenerationRequest, caller: Caller, served: Served, submit: Submit) -> AsyncGenerator[Part]:
+    async def _answer(
+        self, request: GenerationRequest, caller: Caller, served: Served, submits: Sequence[Submit]
+    ) -> AsyncGenerator[Part]:
         claim = None if served.version is None else self._loader.ensure(served.version)
-        stream: TokenStream | None = None
+        streams: ChoiceStreams | None = None
         try:
-            stream = self._open(request, submit)
+            streams = self._open(request, submits)
             if claim is None:
-                piece = await stream.next()
+                choice, piece = await streams.next()
             else:
                 try:
-                    piece = await self._first(request, caller, stream, claim)
+                    choice, piece = await self._first(request, caller, streams, claim)
                 except _NotReadyError as not_ready:
                     reason = on_not_ready(request.fallback, caller)
                     if reason is None:
                         raise not_ready.cause from not_ready.cause.__cause__
-                    await stream.close()
+                    await streams.close()
                     served = Served(served.request_id, self._base_digest, fallback=reason)
-                    stream = self._open(request, replace(submit, request_id=uuid.uuid4().hex, version=None))
-                    piece = await stream.next()
+                    streams = self._open(
+                        request, [replace(submit, request_id=uuid.uuid4().hex, version=None) for submit in submits]
+                    )
+                    choice, piece = await streams.next()
                 claim.release()  # with a first token the engine holds a copy and a lease of its own
             if served.fallback is not None:
                 self._metrics.fell_back(served.fallback.value)
-            yield Part(served, piece)
-            while piece.end is None:
-                piece = await stream.next()
-                yield Part(None, piece)
+            yield Part(served, piece, choice, self._echo(request.choice, submits[0].prompt, choice, piece))
+            while streams.is_open:
+                choice, piece = await streams.next()
+                yield Part(None, piece, choice, self._echo(request.choice, submits[0].prompt, choice, piece))
         finally:
             if claim is not None:
                 claim.release()
-            if stream is not None:
-                await stream.close()
+            if streams is not None:
+                await streams.close()
 
-    async def _first(self, request: GenerationRequest, caller: Caller, stream: TokenStream, claim: Claim) -> Piece:
+    async def _first(self, request: GenerationRequest, caller: Caller, streams: ChoiceStreams, claim: Claim) -> tuple[int, Piece]:
         """Waits for the first tokens, the failure of the load, or the end of patience."""
         patience_s = None
         if on_not_ready(request.fallback, caller) is not None:
             patience_s = self._limits.fallback_after_s
             if request.deadline_s is not None:
                 patience_s = min(patience_s, request.deadline_s / 2)
-        first = asyncio.ensure_future(stream.next())
+        first = asyncio.ensure_future(streams.next())
         try:
             waited: set[asyncio.Future[Any]] = {first, claim.loaded}
             await asyncio.wait(waited, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
@@ -258,14 +268,28 @@ class Generator:
         finally:
             first.cancel()
 
-    def _open(self, request: GenerationRequest, submit: Submit) -> TokenStream:
-        return TokenStream(
-            self._engine.submit(submit),
-            detokenizer=self._prompts.detokenizer(),
-            stops=StopStrings(request.choice.stop),
-            stop_ids=submit.sampling.stop_token_ids,
-            max_bytes=self._limits.max_buffer_bytes,
-            slow_reader_s=self._limits.slow_reader_s,
+    def _open(self, request: GenerationRequest, submits: Sequence[Submit]) -> ChoiceStreams:
+        return ChoiceStreams(
+            [
+                TokenStream(
+                    self._engine.submit(submit),
+                    detokenizer=self._prompts.detokenizer(),
+                    stops=StopStrings(request.choice.stop),
+                    stop_ids=submit.sampling.stop_token_ids,
+                    min_tokens=submit.sampling.min_tokens,
+                    max_bytes=self._limits.max_buffer_bytes,
+                    max_waiting=self._limits.max_buffer_tokens,
+                    slow_reader_s=self._limits.slow_reader_s,
+                )
+                for submit in submits
+            ]
+        )
+
+    def _echo(self, asked: Choice, prompt: tuple[int, ...], choice: int, piece: Piece) -> Echo | None:
+        if choice or piece.index or not (asked.echo or piece.prompt_logprobs):
+            return None
+        return Echo(
+            prompt if asked.echo else (), self._prompts.tokenizer.decode(prompt) if asked.echo else "", piece.prompt_logprobs
         )
 
     def _bind(self, request: GenerationRequest, answer: Answer) -> Served:
@@ -300,47 +324,44 @@ class Generator:
             sticky=sticky,
         )
 
-    def _submit(self, request: GenerationRequest, caller: Caller, budget: Budget, served: Served, *, seed: int) -> Submit:
+    def _submits(
+        self, request: GenerationRequest, caller: Caller, budget: Budget, served: Served, *, grammar: str
+    ) -> list[Submit]:
         choice = request.choice
-        eos_ids = () if choice.ignore_eos else self._prompts.eos_ids
-        sampling = Sampling(
-            max_tokens=budget.max_tokens,
-            temperature=choice.temperature,
-            top_p=choice.top_p,
-            top_k=choice.top_k,
-            min_p=choice.min_p,
-            repetition_penalty=choice.repetition_penalty,
-            seed=seed,
-            stop_token_ids=tuple(dict.fromkeys((*eos_ids, *choice.stop_token_ids))),
-        )
-        return Submit(
-            request_id=uuid.uuid4().hex,  # the caller's own identifier need not be unique
-            tenant=caller.tenant,
-            prompt=budget.ids,
-            sampling=sampling,
-            version=served.version,
-            deadline_s=request.deadline_s,
-            weight=caller.weight,
-            cache_salt=hmac.digest(caller.cache_salt, b"veneer.cache\0" + request.sub_salt, hashlib.sha256).hex(),
-        )
+        seed = secrets.randbits(63) if choice.seed is None else choice.seed
+        salt = hmac.digest(caller.cache_salt, b"veneer.cache\0" + request.sub_salt, hashlib.sha256).hex()
+        return [
+            Submit(
+                request_id=uuid.uuid4().hex,  # the caller's own identifier need not be unique
+                tenant=caller.tenant,
+                prompt=budget.ids,
+                sampling=sampling_of(choice, budget, self._prompts, seed=seed, index=index, grammar=grammar),
+                version=served.version,
+                deadline_s=request.deadline_s,
+                weight=caller.weight,
+                cache_salt=salt,
+            )
+            for index in range(choice.n)
+        ]
 
     @contextmanager
-    def _place(self, caller: Caller) -> Iterator[None]:
-        """A place among the running streams."""
+    def _place(self, caller: Caller, count: int) -> Iterator[None]:
+        """Places among the running streams, one for each choice."""
         if self.draining:
             raise UnavailableError("the node is draining", retry_after_s=0.1)
-        if self._streams.total() >= self._limits.max_streams:
-            raise ResourceExhaustedError(f"the node runs {self._limits.max_streams} streams already", retry_after_s=1.0)
-        if self._streams[caller.tenant] >= self._limits.max_streams_per_tenant:
+        limits, running, mine = self._limits, self._streams.total(), self._streams[caller.tenant]
+        if running + count > limits.max_streams:
+            raise ResourceExhaustedError(f"the node runs {running} streams, at most {limits.max_streams}", retry_after_s=1.0)
+        if mine + count > limits.max_streams_per_tenant:
             raise ResourceExhaustedError(
-                f"the tenant runs {self._limits.max_streams_per_tenant} streams already", retry_after_s=1.0
+                f"the tenant runs {mine} streams, at most {limits.max_streams_per_tenant}", retry_after_s=1.0
             )
-        self._streams[caller.tenant] += 1
+        self._streams[caller.tenant] += count
         self._idle.clear()
         try:
             yield
         finally:
-            self._streams[caller.tenant] -= 1
+            self._streams[caller.tenant] -= count
             if not self._streams[caller.tenant]:
                 del self._streams[caller.tenant]
             if not self._streams:

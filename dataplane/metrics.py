@@ -98,8 +98,8 @@ class Metrics:
         """Returns what times one request."""
         return RequestTimer(self._tenant(tenant), started_s)
 
-    def saw(self, timer: RequestTimer, piece: Piece) -> None:
-        """Counts a piece of a request that goes out now."""
+    def saw(self, timer: RequestTimer, piece: Piece, *, first_choice: bool = True) -> None:
+        """Counts a piece of a choice that goes out now; the prompt is counted with the first choice only."""
         now_s = time.monotonic()
         num_tokens = len(piece.ids)
         if timer.last_s is None:
@@ -112,6 +112,8 @@ class Metrics:
         self._tenant_tokens.labels(timer.tenant, "completion").inc(num_tokens)
         if piece.end is not None:
             self._whole.observe(now_s - timer.started_s)
+            if not first_choice:
+                return
             self._prompt_tokens.inc(piece.end.prompt_tokens)
             self._tenant_tokens.labels(timer.tenant, "prompt").inc(piece.end.prompt_tokens)
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import grpc
 
+from dataplane.choices import Choice
+from dataplane.engine.messages import Logprobs
 from dataplane.fallback import FallbackMode, FallbackReason
+from dataplane.frontend.grammars import Constraint
 from dataplane.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from dataplane.generation import Choice, GenerationRequest, Generator, Part, Served
+from dataplane.generation import Echo, GenerationRequest, Generator, Part, Served
 from dataplane.resolution import Target
 from veneer.access import current_identity
 from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc
@@ -86,23 +89,53 @@ def _choice(sampling: generation_pb2.SamplingParams) -> Choice:
         stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
+        min_tokens=sampling.min_tokens,
+        bad_words=tuple(sampling.bad_words),
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+        n=sampling.n or 1,
+        echo=sampling.echo,
+        constraint=_constraint(sampling.structured_outputs),
     )
+
+
+def _constraint(outputs: generation_pb2.StructuredOutputs) -> Constraint | None:
+    kind = outputs.WhichOneof("constraint")
+    return None if kind is None else Constraint(kind, getattr(outputs, kind))
 
 
 def _response(part: Part) -> generation_pb2.GenerateResponse:
     response = generation_pb2.GenerateResponse()
     if part.served is not None:
         response.served.CopyFrom(_served(part.served))
+    if part.echo is not None:
+        response.echo.CopyFrom(_echo(part.echo))
     piece = part.piece
     if piece.ids or piece.text:
         response.chunk.index = piece.index
         response.chunk.ids.extend(piece.ids)
         response.chunk.text = piece.text
+        response.chunk.choice = part.choice
+        if piece.logprobs:
+            response.chunk.logprobs.extend(map(_logprobs, piece.logprobs))
     if piece.end is not None:
         response.finish.reason = _FINISHES[piece.end.reason]
         response.finish.prompt_tokens = piece.end.prompt_tokens
         response.finish.completion_tokens = piece.end.completion_tokens
+        response.finish.choice = part.choice
     return response
+
+
+def _echo(echo: Echo) -> generation_pb2.Echo:
+    return generation_pb2.Echo(ids=echo.ids, text=echo.text, logprobs=map(_logprobs, echo.logprobs))
+
+
+def _logprobs(one: Logprobs) -> generation_pb2.Logprobs:
+    top = [generation_pb2.TokenLogprob(id=token, logprob=number) for token, number in one.top]
+    return generation_pb2.Logprobs(logprob=one.logprob, top=top)
 
 
 def _served(served: Served) -> generation_pb2.Served:

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from dataplane.engine.messages import Delta, FinishReason
+from dataplane.engine.messages import Delta, FinishReason, Logprobs
 from dataplane.frontend.detokenizer import Detokenizer, StopStrings
 from veneer.errors import InternalError, ResourceExhaustedError, VeneerError
 
 _CLOSE_S = 5.0
+_LOGPROB_BYTES = 12  # of a token and a number on the wire
 
 
 class SlowReaderError(ResourceExhaustedError):
@@ -41,12 +42,16 @@ class Piece:
         ids: Token ids.
         text: Text that became certain.
         end: Set in the last piece only.
+        logprobs: One for each id where asked for.
+        prompt_logprobs: One for each token of the prompt but the first, in the first piece, where asked for.
     """
 
     index: int
     ids: tuple[int, ...]
     text: str
     end: End | None
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 class TokenStream:
@@ -61,7 +66,9 @@ class TokenStream:
         detokenizer: Detokenizer of this request.
         stops: Stop strings of this request.
         stop_ids: Tokens whose text is not sent when one of them ends the sequence.
+        min_tokens: Stop strings are looked for in the text of later tokens only.
         max_bytes: Size of the buffer.
+        max_waiting: Tokens in the buffer.
         slow_reader_s: How long the buffer may stay full.
     """
 
@@ -74,6 +81,8 @@ class TokenStream:
         stop_ids: Sequence[int],
         max_bytes: int,
         slow_reader_s: float,
+        max_waiting: int = 256,
+        min_tokens: int = 0,
     ) -> None:
         self._deltas = deltas
         self._detokenizer = detokenizer
@@ -81,8 +90,12 @@ class TokenStream:
         self._stop_ids = frozenset(stop_ids)
         self._max_bytes = max_bytes
         self._slow_reader_s = slow_reader_s
+        self._max_waiting = max_waiting
+        self._min_tokens = min_tokens
         self._ids: list[int] = []
         self._text: list[str] = []
+        self._logprobs: list[Logprobs] = []
+        self._prompt_logprobs: tuple[Logprobs, ...] = ()
         self._num_bytes = 0
         self._num_read = 0
         self._num_generated = 0
@@ -108,9 +121,16 @@ class TokenStream:
         if not self._ids and not self._text and self._end is None:
             assert self._error is not None
             raise self._error
-        piece = Piece(self._num_read, tuple(self._ids), "".join(self._text), self._end)
+        piece = Piece(
+            self._num_read,
+            tuple(self._ids),
+            "".join(self._text),
+            self._end,
+            tuple(self._logprobs),
+            self._prompt_logprobs,
+        )
         self._num_read += len(self._ids)
-        self._ids, self._text, self._num_bytes = [], [], 0
+        self._empty()
         self._drained.set()
         if self._error is not None:
             self._filled.set()
@@ -142,14 +162,14 @@ class TokenStream:
                 await close()
 
     async def _wait_for_space(self) -> None:
-        if self._num_bytes < self._max_bytes:
+        if self._num_bytes < self._max_bytes and len(self._ids) < self._max_waiting:
             return
         self._drained.clear()
         try:
             async with asyncio.timeout(self._slow_reader_s):
                 await self._drained.wait()
         except TimeoutError:
-            self._ids, self._text, self._num_bytes = [], [], 0
+            self._empty()
             raise SlowReaderError(f"the stream was not read for {self._slow_reader_s:g} s") from None
 
     def _take(self, delta: Delta) -> bool:
@@ -159,7 +179,11 @@ class TokenStream:
             self._num_generated += 1
             self._ids.append(id_)
             is_stop_token = delta.finish == "stop" and place == len(delta.ids) - 1 and id_ in self._stop_ids
-            self._write("" if is_stop_token else self._detokenizer.add(id_))
+            text = "" if is_stop_token else self._detokenizer.add(id_)
+            if self._num_generated <= self._min_tokens:
+                self._append(text)
+            else:
+                self._write(text)
             if self._stops.found:
                 reason = "stop"
                 break
@@ -170,9 +194,18 @@ class TokenStream:
             else:
                 self._append(self._stops.finish())
             self._end = End(reason, delta.prompt_tokens, self._num_generated)
+        if delta.logprobs:
+            taken = delta.logprobs[: len(self._ids) - len(self._logprobs)]
+            self._logprobs += taken
+            self._num_bytes += sum(_LOGPROB_BYTES * (1 + len(one.top)) for one in taken)
+        if delta.prompt_logprobs:
+            self._prompt_logprobs = delta.prompt_logprobs
         self._num_bytes += 4 * len(delta.ids)
         self._filled.set()
         return reason is not None
+
+    def _empty(self) -> None:
+        self._ids, self._text, self._logprobs, self._prompt_logprobs, self._num_bytes = [], [], [], (), 0
 
     def _write(self, text: str) -> None:
         if text:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from demo.styles import Style, markers_in
-from veneer.client import Client
+from veneer.client import Client, Event
 from veneer.dataplane.v1 import generation_pb2
 from veneer.errors import VeneerError
 
@@ -108,7 +108,7 @@ async def follow(client: Client, stream: Stream, *, on_end: Callable[[Stream], N
         on_end(stream)
 
 
-def _take(stream: Stream, event: generation_pb2.Served | generation_pb2.Chunk | generation_pb2.Finish) -> None:
+def _take(stream: Stream, event: Event) -> None:
     if isinstance(event, generation_pb2.Served):
         stream.served = event
         stream.first_s = time.monotonic()
@@ -116,7 +116,7 @@ def _take(stream: Stream, event: generation_pb2.Served | generation_pb2.Chunk | 
     elif isinstance(event, generation_pb2.Chunk):
         stream.text += event.text
         stream.num_tokens += len(event.ids)
-    else:
+    elif isinstance(event, generation_pb2.Finish):
         stream.finish = event
 
 

@@ -31,8 +31,8 @@ _FILES = (
 Prompt = str | Sequence[int] | Sequence[generation_pb2.ChatMessage]
 """Text taken as it is, token ids, or a conversation."""
 
-Event = generation_pb2.Served | generation_pb2.Chunk | generation_pb2.Finish
-"""What a stream is made of: first one `Served`, then `Chunk`s, last one `Finish`."""
+Event = generation_pb2.Served | generation_pb2.Echo | generation_pb2.Chunk | generation_pb2.Finish
+"""What a stream is made of: first one `Served`, then an `Echo` where asked for, then `Chunk`s and a `Finish` for each choice."""
 
 
 class Client(Connection):
@@ -57,7 +57,7 @@ class Client(Connection):
         cache_salt: bytes = b"",
         timeout_s: float = 600.0,
     ) -> AsyncGenerator[Event]:
-        """Streams one completion: one `Served`, then `Chunk`s, last a `Finish`.
+        """Streams one completion: one `Served`, then `Chunk`s, last a `Finish` (of each choice, where several were asked for).
 
         Closing the iterator, or cancelling the task that reads it, cancels the request. An attempt that fails UNAVAILABLE before
         its first message is repeated; later nothing is.
@@ -90,20 +90,22 @@ class Client(Connection):
         _set_prompt(request, prompt)
         stub: generation_pb2_grpc.GenerationServiceAsyncStub = generation_pb2_grpc.GenerationServiceStub(self._channel("data"))
         call = stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        finished = False
+        unfinished = max(1, sampling.n) if sampling is not None else 1
         try:
             with typed_errors():
                 async for response in call:
                     if response.HasField("served"):
                         yield response.served
+                    if response.HasField("echo"):
+                        yield response.echo
                     if response.HasField("chunk"):
                         yield response.chunk
                     if response.HasField("finish"):
-                        finished = True
+                        unfinished -= 1
                         yield response.finish
         finally:
             call.cancel()
-        if not finished:
+        if unfinished:
             raise UnavailableError("the stream ended without a finish: the answer is not whole")
 
     async def publish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from dataplane.engine.plan import Plan, PlannedRows
+from dataplane.engine.sequence import MAX_SCORED_ROWS
 from dataplane.model.attention import PagedKv
 from dataplane.model.batch import Batch, Chunk
 
@@ -21,30 +23,33 @@ class FilledStep:
         batch: What the model reads.
         row_slot: int32 [T], adapter slot of each row, -1 for the base.
         sampled: The planned rows whose last row is sampled, in the order of the batch's sampled rows.
+        scored: The planned rows that have targets; their logits come after those of the sampled rows.
         late: (row, seat) of rows whose token id is still on the device only.
     """
 
     batch: Batch
     row_slot: npt.NDArray[np.int32]
     sampled: tuple[PlannedRows, ...]
+    scored: tuple[PlannedRows, ...]
     late: tuple[tuple[int, int], ...]
 
 
 class StepBuffers:
     """Owned by the runner. The record that `fill` returns is valid until the next `fill`.
 
-    The block is int64: ids, positions and cache rows [max_step_tokens each], lengths and sampled rows [max_sequences each],
-    then the page lists of the step. On the CPU the model reads this very memory; elsewhere one copy moves the used part to the
-    device.
+    The block is int64: ids, positions and cache rows [max_step_tokens each], lengths [max_sequences], rows that give logits
+    [max_sequences + MAX_SCORED_ROWS], then the page lists of the step. On the CPU the model reads this very memory; elsewhere
+    one copy moves the used part to the device.
     """
 
     def __init__(self, *, max_step_tokens: int, max_sequences: int, max_pages: int, device: torch.device) -> None:
-        size = 3 * max_step_tokens + 2 * max_sequences + max_sequences * max_pages
+        sizes = (*3 * (max_step_tokens,), max_sequences, max_sequences + MAX_SCORED_ROWS)
+        size = sum(sizes) + max_sequences * max_pages
         host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._host = host
         self._device = host if device.type == "cpu" else torch.zeros(size, dtype=torch.int64, device=device)
         self._numbers: npt.NDArray[np.int64] = host.numpy()
-        self._starts = [i * max_step_tokens for i in range(3)] + [3 * max_step_tokens + i * max_sequences for i in range(3)]
+        self._starts = list(itertools.accumulate(sizes, initial=0))
         self._table = np.zeros((max_sequences, max_pages), dtype=np.int64)
 
     def fill(self, plan: Plan, kv: PagedKv) -> FilledStep:
@@ -69,6 +74,7 @@ class StepBuffers:
         pages = self._table[np.repeat(seats, counts), positions // kv.page_size]
         num_decode = int(np.count_nonzero(counts == 1))
         sampled = [i for i, planned in enumerate(rows) if planned.sampling is not None]
+        scored = [i for i, planned in enumerate(rows) if planned.targets]
 
         at_ids, at_positions, at_rows, at_lengths, at_sampled, end = self._starts
         numbers = self._numbers
@@ -77,6 +83,11 @@ class StepBuffers:
         numbers[at_rows : at_rows + num_tokens] = pages * kv.rows_per_page + positions % kv.page_size
         numbers[at_lengths : at_lengths + num_decode] = starts[:num_decode] + 1
         numbers[at_sampled : at_sampled + len(sampled)] = (firsts + counts - 1)[sampled]
+        num_logits = len(sampled)
+        for i in scored:
+            first, count = int(firsts[i]) + rows[i].score_start, len(rows[i].targets)
+            numbers[at_sampled + num_logits : at_sampled + num_logits + count] = np.arange(first, first + count)
+            num_logits += count
 
         width = int(starts[:num_decode].max()) // kv.page_size + 1 if num_decode else 0
         at_pages = end
@@ -105,7 +116,7 @@ class StepBuffers:
             decode_lengths=on_device[at_lengths : at_lengths + num_decode],
             decode_pages=on_device[at_pages : at_pages + num_decode * width].view(num_decode, width),
             chunks=chunks,
-            sample_rows=None if len(sampled) == num_tokens else on_device[at_sampled : at_sampled + len(sampled)],
+            sample_rows=None if len(sampled) == num_tokens and not scored else on_device[at_sampled : at_sampled + num_logits],
         )
         slots = np.repeat(np.array([planned.slot for planned in rows], dtype=np.int32), counts)
-        return FilledStep(batch, slots, tuple(rows[i] for i in sampled), tuple(late))
+        return FilledStep(batch, slots, tuple(rows[i] for i in sampled), tuple(rows[i] for i in scored), tuple(late))

@@ -19,8 +19,10 @@ from dataplane.engine.messages import (
     Failed,
     Moved,
     NotFinite,
+    Pause,
     Query,
     Ready,
+    Resume,
     Stage,
     State,
     Stop,
@@ -35,6 +37,18 @@ from veneer.errors import UnavailableError, VeneerError
 _STATUSES: dict[str, type[VeneerError]] = {
     kind.status: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, VeneerError)
 }
+
+
+_PAUSE_AT = 64
+"""Deltas that wait for a stream's reader when its request is paused; while the reader keeps up there is one at most."""
+
+
+class _Stream:
+    """What waits for the reader of one request."""
+
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[Delta | VeneerError] = asyncio.Queue()
+        self.paused = False
 
 
 class EngineClient:
@@ -55,7 +69,7 @@ class EngineClient:
         self.on_moved: Callable[[Moved], None] | None = None
         self.on_not_finite: Callable[[NotFinite], None] | None = None
         self.on_death: Callable[[], None] | None = None
-        self._streams: dict[str, asyncio.Queue[Delta | VeneerError]] = {}
+        self._streams: dict[str, _Stream] = {}
         self._queries: dict[int, asyncio.Future[State]] = {}
         self._tokens = itertools.count()
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -106,6 +120,7 @@ class EngineClient:
     async def submit(self, submit: Submit) -> AsyncIterator[Delta]:
         """Runs a request and yields its tokens as they come; deltas that wait for the reader come merged.
 
+        A request whose reader is slow is paused in the engine, so that little waits; it goes on when all was read.
         Leaving early, by `aclose` or cancellation, aborts the request.
 
         Raises:
@@ -115,23 +130,26 @@ class EngineClient:
             raise UnavailableError("the engine is away")
         if submit.request_id in self._streams:
             raise errors.AbortedError(f"request_id {submit.request_id!r} is in use")
-        stream: asyncio.Queue[Delta | VeneerError] = asyncio.Queue()
-        self._streams[submit.request_id] = stream
+        stream = self._streams[submit.request_id] = _Stream()
+        items = stream.items
         ended = False
         try:
             self._send(submit)
             while not ended:
-                delta = await stream.get()
+                delta = await items.get()
                 later: VeneerError | None = None
-                while not isinstance(delta, VeneerError) and not stream.empty():
-                    following = stream.get_nowait()
+                while not isinstance(delta, VeneerError) and not items.empty():
+                    following = items.get_nowait()
                     if isinstance(following, VeneerError):
                         later = following
                         break
-                    delta = Delta(delta.request_id, delta.index, delta.ids + following.ids, following.finish, delta.prompt_tokens)
+                    delta = delta.followed_by(following)
                 if isinstance(delta, VeneerError):
                     ended = True
                     raise delta
+                if stream.paused:
+                    stream.paused = False
+                    self._send(Resume(submit.request_id))
                 ended = delta.finish is not None
                 yield delta
                 if later is not None:
@@ -247,7 +265,7 @@ class EngineClient:
             self._started.set_exception(error)
             self._started.exception()
         for stream in self._streams.values():
-            stream.put_nowait(UnavailableError("the engine ended"))
+            stream.items.put_nowait(UnavailableError("the engine ended"))
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(UnavailableError("the engine ended"))
@@ -256,5 +274,9 @@ class EngineClient:
 
     def _put(self, request_id: str, item: Delta | VeneerError) -> None:
         stream = self._streams.get(request_id)
-        if stream is not None:
-            stream.put_nowait(item)
+        if stream is None:
+            return
+        stream.items.put_nowait(item)
+        if not stream.paused and stream.items.qsize() >= _PAUSE_AT and isinstance(item, Delta) and item.finish is None:
+            stream.paused = True
+            self._send(Pause(request_id))

@@ -12,6 +12,7 @@ import torch
 
 from dataplane.engine.adapters import DeviceAdapters
 from dataplane.engine.config import EngineConfig
+from dataplane.engine.grammar import GrammarCompiler, Grammars
 from dataplane.engine.intake import check_submit
 from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.limits import Limits
@@ -23,8 +24,10 @@ from dataplane.engine.messages import (
     Fail,
     Failed,
     Holding,
+    Pause,
     Query,
     Ready,
+    Resume,
     Stage,
     State,
     Stop,
@@ -32,7 +35,7 @@ from dataplane.engine.messages import (
     Tokens,
     Unstage,
 )
-from dataplane.engine.plan import Plan
+from dataplane.engine.plan import Plan, TokenMask
 from dataplane.engine.runner import Runner
 from dataplane.engine.scheduler import Scheduler
 from dataplane.model.config import read_config
@@ -79,6 +82,8 @@ class Engine:
             max_waiting=config.max_waiting,
         )
         self._scheduler = Scheduler(limits, self._pool, self._adapters)
+        compiler = GrammarCompiler(Path(config.model_dir), vocab_size=model.vocab_size)
+        self._grammars = Grammars(compiler, wake=self._wake.set, max_pending=config.max_waiting)
         self._unit_bytes = config.arena_unit_bytes
         self._arena_bytes = self._runner.arena.num_units * config.arena_unit_bytes
         self._stopping = False
@@ -104,8 +109,12 @@ class Engine:
             message = f"the engine failed: {type(error).__name__}"
             raise
         finally:
-            self._emit([Failed(request_id, "UNAVAILABLE", message) for request_id in self._scheduler.request_ids])
+            self._emit([Failed(request_id, "UNAVAILABLE", message) for request_id in self._request_ids()])
+            self._grammars.stop()
             self._adapters.stop()
+
+    def _request_ids(self) -> tuple[str, ...]:
+        return (*self._scheduler.request_ids, *self._grammars.request_ids)
 
     def _turn(self) -> None:
         """One turn: commands, adapters, deadlines, one step; or a wait for the first of those."""
@@ -113,6 +122,11 @@ class Engine:
         events: list[Event] = []
         while not self._inbox.empty():
             self._handle(self._inbox.get(), events)
+        for submit, came, made in self._grammars.settle():
+            if isinstance(made, VeneerError):
+                events.append(Failed(submit.request_id, made.status, made.message))
+            else:
+                self._queue(submit, came, events, mask=made)
         for note in self._adapters.settle():
             if isinstance(note, Fail):
                 events += self._scheduler.fail_waiting(note.version, status=note.status, message=note.message)
@@ -142,6 +156,11 @@ class Engine:
                 self._submit(command, events)
             case Abort(request_id):
                 self._scheduler.abort(request_id)
+                self._grammars.drop(request_id)
+            case Pause(request_id):
+                self._scheduler.pause(request_id, paused=True)
+            case Resume(request_id):
+                self._scheduler.pause(request_id, paused=False)
             case Stage(version, path):
                 self._adapters.stage(version, path)
             case Unstage(version, drop_device):
@@ -156,7 +175,17 @@ class Engine:
     def _submit(self, submit: Submit, events: list[Event]) -> None:
         try:
             check_submit(submit, vocab_size=self._vocab_size, max_context=self._max_context)
-            self._scheduler.add(submit, time.monotonic())
+            if submit.sampling.grammar:
+                self._grammars.prepare(submit, time.monotonic())
+                return
+        except VeneerError as error:
+            events.append(Failed(submit.request_id, error.status, error.message))
+            return
+        self._queue(submit, time.monotonic(), events)
+
+    def _queue(self, submit: Submit, came: float, events: list[Event], *, mask: TokenMask | None = None) -> None:
+        try:
+            self._scheduler.add(submit, came, mask=mask)
         except VeneerError as error:
             events.append(Failed(submit.request_id, error.status, error.message))
             return

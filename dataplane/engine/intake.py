@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import math
 
-from dataplane.engine.messages import Submit
+from dataplane.engine.messages import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SCORES,
+    Sampling,
+    Submit,
+)
 from veneer.errors import InvalidArgumentError, Violation
 
 
@@ -38,8 +47,45 @@ def check_submit(submit: Submit, *, vocab_size: int, max_context: int) -> None:
         math.isfinite(sampling.repetition_penalty) and sampling.repetition_penalty > 0,
         "sampling.repetition_penalty", "finite and above 0", sampling.repetition_penalty,
     )  # fmt: skip
+    faults += check_rules(sampling, num_prompt=num_prompt, vocab_size=vocab_size)
     require(submit.weight >= 1, "weight", "at least 1", submit.weight)
     if submit.deadline_s is not None:
         require(math.isfinite(submit.deadline_s), "deadline_s", "finite", submit.deadline_s)
     if faults:
         raise InvalidArgumentError.of(faults)
+
+
+def check_rules(sampling: Sampling, *, num_prompt: int, vocab_size: int) -> list[Violation]:
+    """Returns what is wrong with penalties, bias, bans and what is to be reported."""
+    faults: list[Violation] = []
+
+    def require(holds: bool, field: str, rule: str, value: object) -> None:  # noqa: FBT001 - reads as a sentence
+        if not holds:
+            faults.append(Violation(f"sampling.{field}", f"must be {rule}, is {value!r}"))
+
+    for name in ("frequency_penalty", "presence_penalty"):
+        number = getattr(sampling, name)
+        require(-2 <= number <= 2, name, "in [-2, 2]", number)
+    biased = sampling.logit_bias
+    require(len(biased) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} tokens", len(biased))
+    for token, number in biased:
+        require(0 <= token < vocab_size, "logit_bias", f"of ids in [0, {vocab_size})", token)
+        require(-100 <= number <= 100, f"logit_bias[{token}]", "in [-100, 100]", number)
+    most = sampling.max_tokens
+    require(0 <= sampling.min_tokens <= most, "min_tokens", f"0 to max_tokens = {most}", sampling.min_tokens)
+    words = sampling.bad_words
+    require(len(words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} sequences", len(words))
+    for place, word in enumerate(words):
+        rule = f"1 to {MAX_BAD_WORD_TOKENS} tokens"
+        require(1 <= len(word) <= MAX_BAD_WORD_TOKENS, f"bad_words[{place}]", rule, len(word))
+        require(all(0 <= token < vocab_size for token in word), f"bad_words[{place}]", f"ids in [0, {vocab_size})", word)
+    for name in ("logprobs", "prompt_logprobs"):
+        number = getattr(sampling, name)
+        require(number is None or 0 <= number <= MAX_LOGPROBS, name, f"0 to {MAX_LOGPROBS}", number)
+    if sampling.prompt_logprobs is not None:
+        size = num_prompt * (sampling.prompt_logprobs + 1)
+        rule = f"so few that prompt tokens × (prompt_logprobs + 1) is at most {MAX_SCORES}"
+        require(size <= MAX_SCORES, "prompt_logprobs", rule, size)
+    size = len(sampling.grammar.encode())
+    require(size <= MAX_GRAMMAR_BYTES, "grammar", f"at most {MAX_GRAMMAR_BYTES} bytes", size)
+    return faults

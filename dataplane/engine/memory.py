@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from dataplane.engine.config import EngineConfig
+from dataplane.engine.sequence import MAX_SCORED_ROWS
 from dataplane.model.architecture import Architecture
 from dataplane.model.decoder import weight_bytes
 from veneer.errors import FailedPreconditionError
@@ -75,7 +76,8 @@ def plan_memory(config: EngineConfig, model: Architecture) -> MemoryPlan:
         limits.append(config.max_context)
     max_context = min(limits)
     per_row = 4 * model.hidden + 3 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate
-    logits = config.max_sequences * model.vocab_size * (dtype.itemsize + 3 * 4)
+    logits = (config.max_sequences + MAX_SCORED_ROWS) * model.vocab_size * (dtype.itemsize + 3 * 4)
+    counts = config.max_sequences * model.vocab_size * 5  # of penalties: int32 and bool
     gathered_pages = 2 * config.max_sequences * -(-max_context // config.page_size) * page_bytes // model.num_layers
     rank_row = model.num_layers * (
         3 * model.hidden + 2 * model.q_size + 2 * model.kv_size + 3 * model.hidden + 3 * model.intermediate
@@ -84,6 +86,7 @@ def plan_memory(config: EngineConfig, model: Architecture) -> MemoryPlan:
         weights=weight_bytes(model, dtype),
         workspace=config.max_step_tokens * per_row * dtype.itemsize
         + logits
+        + counts
         + min(gathered_pages, 2 * config.kv_bytes // model.num_layers)
         + (config.max_step_rank_rows * rank_row * dtype.itemsize if config.arena_bytes else 0),
         arena=config.arena_bytes,

@@ -12,6 +12,19 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+MAX_LOGIT_BIAS = 300
+"""Tokens with a bias of their own in one request."""
+MAX_BAD_WORDS = 128
+"""Banned sequences of one request."""
+MAX_BAD_WORD_TOKENS = 128
+"""Tokens of a banned sequence: a word of 128 bytes has no more."""
+MAX_LOGPROBS = 20
+"""Likeliest tokens that are reported beside the chosen one."""
+MAX_SCORES = 65_536
+"""Prompt logprobs of one request: prompt tokens × (prompt_logprobs + 1); they travel in one message."""
+MAX_GRAMMAR_BYTES = 256 << 10
+"""Bytes of a grammar."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -27,6 +40,16 @@ class Sampling:
         seed: Seed of this request's own noise: token i uses noise that depends on (seed, i) only. Never None: the front draws
             one.
         stop_token_ids: Tokens that end the sequence, the model's end-of-sequence tokens included unless the caller ignores them.
+        frequency_penalty: Taken off a token's logit once for each time that it is in the output; 0 does nothing.
+        presence_penalty: Taken off the logit of every token that is in the output; 0 does nothing.
+        logit_bias: (token, number) pairs, no token twice: added to the token's logit. At most `MAX_LOGIT_BIAS`.
+        min_tokens: No stop token is chosen before so many tokens.
+        bad_words: Sequences of tokens that the output never holds. At most `MAX_BAD_WORDS`, each of at most
+            `MAX_BAD_WORD_TOKENS`.
+        logprobs: Report each chosen token's logarithm of probability and those of so many likeliest tokens, by the model's own
+            distribution: before temperature, penalties, bias, bans and filters. None: report nothing.
+        prompt_logprobs: The same of the prompt's tokens but the first.
+        grammar: What the output must match, as llguidance reads it; empty: anything.
     """
 
     max_tokens: int
@@ -37,6 +60,28 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a choice needs nothing but logits and noise: no state of the sequence, nothing to report of it."""
+        return (
+            self.repetition_penalty == 1.0
+            and not self.frequency_penalty
+            and not self.presence_penalty
+            and not self.logit_bias
+            and not self.min_tokens
+            and not self.bad_words
+            and self.logprobs is None
+            and not self.grammar
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +112,20 @@ class Submit:
 @dataclass(frozen=True, slots=True)
 class Abort:
     """Ends a request; all it holds is free within one step. Unknown or finished ids are ignored. No event follows."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Keeps a request out of the steps: its reader is slow. It keeps its place and, while others do not need them, its pages."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Lets a paused request run again."""
 
     request_id: str
 
@@ -111,9 +170,22 @@ class Stop:
     """Ends the engine: running requests end UNAVAILABLE."""
 
 
-Command = Submit | Abort | Stage | Unstage | Fail | Query | Stop
+Command = Submit | Abort | Pause | Resume | Stage | Unstage | Fail | Query | Stop
 
 FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of one token: how likely the model found it.
+
+    Attributes:
+        logprob: Natural logarithm of its probability.
+        top: (token, logarithm of probability) of the likeliest tokens, likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +198,8 @@ class Delta:
         ids: Token ids; the final stop token, if one ended the sequence, is the last of them.
         finish: Why the sequence ended, or None while it goes on. It is the last event of the request.
         prompt_tokens: Tokens of the prompt.
+        logprobs: One for each id where asked for, else empty.
+        prompt_logprobs: One for each token of the prompt but the first, in the first delta, where asked for.
     """
 
     request_id: str
@@ -133,6 +207,20 @@ class Delta:
     ids: tuple[int, ...]
     finish: FinishReason | None
     prompt_tokens: int
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+
+    def followed_by(self, later: Delta) -> Delta:
+        """Returns this delta and the next one of the request as one."""
+        return Delta(
+            self.request_id,
+            self.index,
+            self.ids + later.ids,
+            later.finish,
+            self.prompt_tokens,
+            self.logprobs + later.logprobs,
+            self.prompt_logprobs + later.prompt_logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +313,9 @@ class Ready:
 
 Event = Tokens | Failed | Wanted | Moved | NotFinite | State | Ready
 
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (Submit, Abort, Stage, Unstage, Fail, Query, Stop, Tokens, Failed, Wanted, Moved, NotFinite, State, Ready)
-}
+_COMMANDS = (Submit, Abort, Pause, Resume, Stage, Unstage, Fail, Query, Stop)
+_EVENTS = (Tokens, Failed, Wanted, Moved, NotFinite, State, Ready)
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_COMMANDS, *_EVENTS)}
 
 
 def encode(message: Command | Event) -> bytes:
@@ -251,6 +338,14 @@ def decode(line: bytes) -> Command | Event:
 
 def _fields(record: Any) -> dict[str, Any]:
     """Returns a dataclass's fields without copying them, as `dataclasses.asdict` would: a prompt may have 100,000 tokens."""
+    if type(record) is Delta and not record.logprobs and not record.prompt_logprobs:
+        return {
+            "request_id": record.request_id,
+            "index": record.index,
+            "ids": record.ids,
+            "finish": record.finish,
+            "prompt_tokens": record.prompt_tokens,
+        }
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
@@ -258,7 +353,7 @@ def _build(kind: type[Any], fields: dict[str, Any]) -> Any:
     if kind is Submit:
         return Submit(**{**fields, "prompt": tuple(fields["prompt"]), "sampling": _sampling(fields["sampling"])})
     if kind is Tokens:
-        return Tokens(tuple(Delta(**{**delta, "ids": tuple(delta["ids"])}) for delta in fields["deltas"]))
+        return Tokens(tuple(_delta(delta) for delta in fields["deltas"]))
     if kind is State:
         return State(**{**fields, "holdings": tuple(Holding(**holding) for holding in fields["holdings"])})
     if kind is Ready:
@@ -267,4 +362,16 @@ def _build(kind: type[Any], fields: dict[str, Any]) -> Any:
 
 
 def _sampling(fields: dict[str, Any]) -> Sampling:
-    return Sampling(**{**fields, "stop_token_ids": tuple(fields["stop_token_ids"])})
+    bias = tuple((int(token), float(number)) for token, number in fields.get("logit_bias", ()))
+    words = tuple(tuple(word) for word in fields.get("bad_words", ()))
+    return Sampling(**{**fields, "stop_token_ids": tuple(fields["stop_token_ids"]), "logit_bias": bias, "bad_words": words})
+
+
+def _delta(fields: dict[str, Any]) -> Delta:
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in fields:
+            fields[name] = tuple(
+                Logprobs(one["logprob"], tuple((int(token), float(number)) for token, number in one["top"]))
+                for one in fields[name]
+            )
+    return Delta(**{**fields, "ids": tuple(fields["ids"])})

@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from dataplane.engine.messages import Delta, Failed, NotFinite, Sampling
+from dataplane.engine.messages import Delta, Failed, Logprobs, NotFinite, Sampling
+
+
+class TokenMask(Protocol):
+    """Which tokens one sequence's grammar allows next. Owned by the sequence; the sampler alone calls it."""
+
+    def allowed(self) -> bytes:
+        """Returns one bit a token, least significant first; waits if they are not known yet.
+
+        Raises:
+            VeneerError: The grammar cannot go on; the request must end.
+        """
+
+    def advance(self, token: int) -> None:
+        """Takes the chosen token; what is allowed after it is found meanwhile, not here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +36,15 @@ class PlannedRows:
         num_pages_before: Entries of the table that were there already.
         sampling: How to choose the token after the last row; None when the rows do not reach the end of the sequence.
         sample_index: Index of that token in the output.
-        history: Prompt and output so far when the seat's seen tokens must be set up (a repetition penalty, first rows), else
+        history: Prompt and output so far when the seat's state must be set up (first rows of a sampling that is not plain), else
             None.
+        num_prompt: Tokens of the history that are the prompt.
+        rules: The request's sampling, together with the history.
+        plain: Whether `sampling.is_plain`.
+        mask: What the sequence's grammar allows; None without a grammar.
+        score_start: The first of these rows whose logits say how likely the prompt's next token was, counted from `start`.
+        targets: The prompt tokens after that row and the rows that follow it; empty: no row is scored.
+        num_top: Likeliest tokens to report beside each of the targets.
     """
 
     seat: int
@@ -35,6 +57,34 @@ class PlannedRows:
     sampling: Sampling | None
     sample_index: int
     history: tuple[int, ...] | None
+    num_prompt: int = 0
+    rules: Sampling | None = None
+    plain: bool = True
+    mask: TokenMask | None = None
+    score_start: int = 0
+    targets: tuple[int, ...] = ()
+    num_top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What came of rows that ask for more than a token.
+
+    Attributes:
+        token: The chosen token; None when the rows do not sample, or there is a fault.
+        logprobs: Of that token; None where not asked for.
+        prompt: Of the rows' `targets`.
+        fault: Status and message when the request's own rules leave no choice.
+    """
+
+    token: int | None
+    logprobs: Logprobs | None = None
+    prompt: tuple[Logprobs, ...] = ()
+    fault: tuple[str, str] | None = None
+
+
+Result = int | Chosen | None
+"""What came of rows that sample or are scored: a token; more than a token; or None, since logits were not finite."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dataplane.engine.batch import StepBuffers
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.forms import choose_forms
 from dataplane.engine.memory import MemoryPlan
-from dataplane.engine.plan import Plan
+from dataplane.engine.messages import Logprobs
+from dataplane.engine.plan import Chosen, Plan, PlannedRows, Result
 from dataplane.engine.sampler import Sampler
 from dataplane.lora.arena import Arena
 from dataplane.model.architecture import Architecture
@@ -77,8 +81,8 @@ class Runner:
         self._device = device
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> list[int | None]:
-        """Runs one step and returns the tokens of the rows that sample, in order; None where logits were not finite."""
+    def run(self, plan: Plan) -> list[Result]:
+        """Runs one step and returns what came of the rows that sample or are scored, in order."""
         new_pages = [page for rows in plan.rows for page in rows.new_pages]
         if new_pages:
             self.kv.clear(torch.tensor(new_pages, device=self._device))
@@ -90,8 +94,40 @@ class Runner:
             self._sampler.start(planned)
         self._low_rank.begin_step(build_rank_rows(step.row_slot, self.arena.descriptors.largest_rank))
         logits = self._model.forward(step.batch, self._attention, self._low_rank)
-        if not step.sampled:
-            return []
-        tokens, finite = self._sampler.sample(logits, step.sampled)
-        self._last_token[torch.tensor([planned.seat for planned in step.sampled], device=self._device)] = tokens
-        return [token if good else None for token, good in zip(tokens.tolist(), finite.tolist(), strict=True)]
+        num_sampled = len(step.sampled)
+        results = self._sample(logits[:num_sampled], step.sampled) if num_sampled else []
+        if not step.scored:
+            return results
+        scores = self._sampler.score(logits[num_sampled:], step.scored)
+        return _with_scores(plan, results, scores)
+
+    def _sample(self, logits: Tensor, rows: Sequence[PlannedRows]) -> list[Result]:
+        samples = self._sampler.sample(logits, rows)
+        self._last_token[torch.tensor([planned.seat for planned in rows], device=self._device)] = samples.tokens
+        good = zip(samples.tokens.tolist(), samples.finite.tolist(), strict=True)
+        results: list[Result] = [token if finite else None for token, finite in good]
+        for i, more in samples.more.items():
+            if results[i] is not None:
+                results[i] = more
+        return results
+
+
+def _with_scores(plan: Plan, results: list[Result], scores: list[tuple[Logprobs, ...] | None]) -> list[Result]:
+    """Puts what came of sampled rows and what came of scored rows together, in the plan's order."""
+    tokens, of_prompts = iter(results), iter(scores)
+    whole: list[Result] = []
+    for planned in plan.rows:
+        samples = planned.sampling is not None
+        result = next(tokens) if samples else None
+        if not planned.targets:
+            if samples:
+                whole.append(result)
+            continue
+        score = next(of_prompts)
+        if score is None or (samples and result is None):
+            whole.append(None)
+        elif isinstance(result, Chosen):
+            whole.append(replace(result, prompt=score))
+        else:
+            whole.append(Chosen(result, prompt=score))
+    return whole

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dataplane.engine.messages import Sampling
-from dataplane.engine.plan import PlannedRows
+from dataplane.engine.logit_rules import LogitRules
+from dataplane.engine.logprobs import report
+from dataplane.engine.messages import Logprobs, Sampling
+from dataplane.engine.plan import Chosen, PlannedRows
 from dataplane.model.pieces import Pieces, TorchPieces
+from veneer.errors import VeneerError
 
 _MASK = (1 << 64) - 1
 _PREFILTER = 64
@@ -31,71 +36,107 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What was chosen.
+
+    Attributes:
+        tokens: Token ids, int64 [S].
+        finite: bool [S]: whether the row's logits were finite. Looking at the largest is enough: a value that is not finite in a
+            hidden state meets head weights of both signs, so the row holds a NaN (which `max` returns) or +inf.
+        more: By row, of rows that are not plain: what there is beside the token.
+    """
+
+    tokens: Tensor
+    finite: Tensor
+    more: Mapping[int, Chosen]
+
+
 class Sampler:
     """Turns logits into tokens, each row by itself: neither its neighbours nor its place in the batch matter.
 
-    Per row: repetition penalty, then temperature, then the filters in this order: the `top_k` likeliest; of their renormalised
-    probabilities the shortest prefix that reaches `top_p`; those with at least `min_p` times the likeliest probability. The
-    token is the inverse cumulative distribution of what is kept, likeliest first, at the request's own uniform noise.
-    Temperature 0 takes the likeliest token. Owned by the runner.
+    Per row: the request's own rules (`LogitRules`), then temperature, then the filters in this order: the `top_k` likeliest; of
+    their renormalised probabilities the shortest prefix that reaches `top_p`; those with at least `min_p` times the likeliest
+    probability. The token is the inverse cumulative distribution of what is kept, likeliest first, at the request's own uniform
+    noise. Temperature 0 takes the likeliest token. Owned by the runner.
     """
 
     def __init__(self, *, max_sequences: int, vocab_size: int, device: torch.device, pieces: Pieces | None = None) -> None:
         self._pieces = pieces or TorchPieces()
-        self._shape = (max_sequences, vocab_size)
-        self._device = device
-        self._seen: Tensor | None = None
+        self._rules = LogitRules(max_sequences=max_sequences, vocab_size=vocab_size, device=device)
 
     def start(self, rows: PlannedRows) -> None:
-        """Sets up a seat whose rows carry a history: the tokens that its repetition penalty starts from."""
-        if rows.history is None:
-            return
-        if self._seen is None:
-            self._seen = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-        self._seen[rows.seat] = False
-        self._seen[rows.seat, torch.tensor(rows.history, device=self._device)] = True
+        """Sets up the seat of a sequence that is not plain, if these are its first rows."""
+        if rows.history is not None:
+            self._rules.start(rows)
 
-    def sample(self, logits: Tensor, rows: Sequence[PlannedRows]) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, rows: Sequence[PlannedRows]) -> Samples:
         """Chooses tokens.
 
         Args:
-            logits: [S, vocab]; rows with a repetition penalty are changed in place.
+            logits: [S, vocab]; not changed.
             rows: The S planned rows that sample.
-
-        Returns:
-            Token ids int64 [S], and bool [S]: whether the row's logits were finite. Looking at the largest is enough: a value
-            that is not finite in a hidden state meets head weights of both signs, so the row holds a NaN (which `max` returns)
-            or +inf.
         """
         settings = [planned.sampling for planned in rows]
         assert None not in settings, "every row given to the sampler samples"
-        tokens, finite = self._pieces.likeliest(logits)  # before the penalty: own settings never count against the version
-        penalised = [i for i, sampling in enumerate(settings) if sampling and sampling.repetition_penalty != 1.0]
-        if penalised:
-            self._penalise(logits, penalised, rows)
-            tokens = logits.argmax(dim=-1)
+        tokens, finite = self._pieces.likeliest(logits)  # before the rules: own settings never count against the version
+        special = [i for i, planned in enumerate(rows) if not planned.plain]
         drawn = [i for i, sampling in enumerate(settings) if sampling and sampling.temperature > 0]
+        if not special:
+            if drawn:
+                chosen = torch.tensor(drawn, device=logits.device)
+                tokens[chosen] = self._draw(torch.where(finite[chosen, None], logits[chosen].float(), 0.0), drawn, rows)
+            return Samples(tokens, finite, {})
+        shaped = torch.where(finite[:, None], logits.float(), 0.0)
+        at = torch.tensor(special, device=logits.device)
+        ruled = shaped[at]
+        faults = {special[k]: error for k, error in self._rules.apply(ruled, [rows[i] for i in special]).items()}
+        shaped[at] = ruled
+        tokens[at] = ruled.argmax(dim=-1)
+        drawn = [i for i in drawn if i not in faults]
         if drawn:
             chosen = torch.tensor(drawn, device=logits.device)
-            picked = _draw(
-                torch.where(finite[chosen, None], logits[chosen].float(), 0.0),
-                [settings[i] for i in drawn if settings[i]],  # type: ignore[misc]
-                [uniform(settings[i].seed, rows[i].sample_index) for i in drawn],  # type: ignore[union-attr]
-            )
-            tokens[chosen] = picked
-        for i in penalised:
-            assert self._seen is not None
-            self._seen[rows[i].seat, tokens[i]] = True
-        return tokens, finite
+            tokens[chosen] = self._draw(shaped[chosen], drawn, rows)
+        good = finite.tolist()
+        whole = [i for i in special if i not in faults and good[i]]
+        self._rules.note(rows, tokens, whole)
+        return Samples(tokens, finite, self._more(logits, tokens, rows, whole, faults))
 
-    def _penalise(self, logits: Tensor, penalised: list[int], rows: Sequence[PlannedRows]) -> None:
-        assert self._seen is not None, "a seat with a penalty was started with its history"
-        for i in penalised:
-            sampling = rows[i].sampling
-            assert sampling is not None
-            row, penalty, ends = logits[i], sampling.repetition_penalty, torch.finfo(logits.dtype)
-            changed = torch.where(row > 0, row / penalty, row * penalty).clamp(ends.min, ends.max)  # a tiny penalty overflows
-            row.copy_(torch.where(self._seen[rows[i].seat], changed, row))
+    @staticmethod
+    def score(logits: Tensor, rows: Sequence[PlannedRows]) -> list[tuple[Logprobs, ...] | None]:
+        """Says how likely the model found the prompt tokens of rows that are scored; None where its logits were not finite.
+
+        Args:
+            logits: [sum of the numbers of targets, vocab].
+            rows: The planned rows that have targets, in order.
+        """
+        targets = torch.tensor([token for planned in rows for token in planned.targets], device=logits.device)
+        reported = iter(report(logits, targets, [planned.num_top for planned in rows for _ in planned.targets]))
+        finite = iter(logits.amax(dim=-1).isfinite().tolist())
+        scores: list[tuple[Logprobs, ...] | None] = []
+        for planned in rows:
+            mine = tuple(itertools.islice(reported, len(planned.targets)))
+            good = tuple(itertools.islice(finite, len(planned.targets)))
+            scores.append(mine if all(good) else None)
+        return scores
+
+    @staticmethod
+    def _draw(logits: Tensor, drawn: list[int], rows: Sequence[PlannedRows]) -> Tensor:
+        settings = [rows[i].sampling for i in drawn]
+        noise = [uniform(settings[k].seed, rows[i].sample_index) for k, i in enumerate(drawn)]  # type: ignore[union-attr]
+        return _draw(logits, settings, noise)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _more(
+        logits: Tensor, tokens: Tensor, rows: Sequence[PlannedRows], whole: list[int], faults: Mapping[int, VeneerError]
+    ) -> dict[int, Chosen]:
+        more = {i: Chosen(None, fault=(error.status, error.message)) for i, error in faults.items()}
+        counts = {i: sampling.logprobs for i in whole if (sampling := rows[i].sampling) and sampling.logprobs is not None}
+        if counts:
+            at = torch.tensor(list(counts), device=logits.device)
+            reported = report(logits[at], tokens[at], list(counts.values()))
+            more |= {i: Chosen(int(tokens[i]), one) for i, one in zip(counts, reported, strict=True)}
+        return more
 
 
 def _draw(logits: Tensor, settings: list[Sampling], noise: list[float]) -> Tensor:
@@ -146,7 +187,7 @@ def _pick(values: Tensor, mass: Tensor, settings: list[Sampling], noise: list[fl
     sums = weights.cumsum(dim=-1)
     total = torch.where(top_k <= num, sums[:, -1:], mass[:, None])
     exact_total = (top_k <= num) | (top_k >= vocab)
-    kept = (place < top_k) & (sums - weights < top_p * total) & (weights >= min_p)
+    kept = (place < top_k) & (sums - weights < top_p * total) & (weights >= min_p) & (weights > 0)
     ends = ~kept[:, -1:] | (top_k <= num)
     kept_sum = torch.where(kept, weights, 0.0).sum(dim=-1, keepdim=True)
     unfiltered = (top_p >= 1.0) & (min_p <= 0.0) & exact_total

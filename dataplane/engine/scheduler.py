@@ -15,8 +15,8 @@ from dataplane.engine.fairness import FairQueue
 from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Delta, Failed, FinishReason, NotFinite, Submit
-from dataplane.engine.plan import Outcome, Plan, PlannedRows
-from dataplane.engine.sequence import Phase, Sequence
+from dataplane.engine.plan import Chosen, Outcome, Plan, PlannedRows, Result, TokenMask
+from dataplane.engine.sequence import MAX_SCORED_ROWS, Phase, Sequence
 from dataplane.lora.residency import Lease
 from kernels.rows import aligned_rank
 from veneer.errors import InvalidArgumentError, ResourceExhaustedError, Violation
@@ -70,6 +70,7 @@ class Scheduler:
         self._active_rows = 0
         self._awaited: dict[str, int] = {}
         self._barrier: Sequence | None = None
+        self._scores_left = 0
         self._num_submitted = 0
         self._num_admitted = 0
         self._in_flight: deque[tuple[Plan, tuple[Sequence, ...]]] = deque()
@@ -112,8 +113,8 @@ class Scheduler:
             self._end(sequence)
         return [Failed(sequence.submit.request_id, status, message) for sequence in waiting]
 
-    def add(self, submit: Submit, now: float) -> None:
-        """Queues a request.
+    def add(self, submit: Submit, now: float, *, mask: TokenMask | None = None) -> None:
+        """Queues a request; `mask` is what its grammar allows.
 
         Raises:
             InvalidArgumentError: The id is in use, or the prompt does not leave room for one token.
@@ -131,7 +132,7 @@ class Scheduler:
         if self.num_waiting >= self._limits.max_waiting:
             raise ResourceExhaustedError(f"{self.num_waiting} requests wait already", retry_after_s=1.0)
         deadline = None if submit.deadline_s is None else now + submit.deadline_s
-        sequence = Sequence(submit, deadline=deadline, max_context=limit)
+        sequence = Sequence(submit, deadline=deadline, max_context=limit, mask=mask)
         self._sequences[submit.request_id] = sequence
         self._waiting.push(sequence)
         if submit.version is not None:
@@ -149,6 +150,12 @@ class Scheduler:
         self._end(sequence)
         return True
 
+    def pause(self, request_id: str, *, paused: bool) -> None:
+        """Keeps a request out of steps, or lets it run again. Unknown ids are ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            sequence.paused = paused
+
     def expire(self, now: float) -> list[Failed]:
         """Ends every request whose deadline has passed."""
         failed = []
@@ -163,17 +170,20 @@ class Scheduler:
         """Plans a step, or returns None when nothing can run."""
         planned: list[tuple[Sequence, PlannedRows]] = []
         budget = self._limits.max_step_tokens
+        self._scores_left = MAX_SCORED_ROWS
         for sequence in tuple(self._running):
-            if sequence.num_remaining == 1 and not sequence.preempting and sequence.phase is Phase.RUNNING:
+            if sequence.num_remaining == 1 and not sequence.is_scored and sequence.may_run:
                 pages = self._grow(sequence)
                 if pages is not None:
                     planned.append((sequence, self._plan_rows(sequence, 1, pages)))
                     budget -= 1
         for sequence in self._running:
-            if budget and sequence.num_remaining > 1 and not sequence.preempting and sequence.phase is Phase.RUNNING:
-                count = min(budget, sequence.num_remaining)
-                planned.append((sequence, self._plan_rows(sequence, count, ())))
-                budget -= count
+            wants = sequence.num_remaining > 1 or sequence.is_scored
+            if budget and wants and sequence.may_run:
+                count = self._chunk(sequence, budget)
+                if count:
+                    planned.append((sequence, self._plan_rows(sequence, count, ())))
+                    budget -= count
         missed: set[str] = set()
         self._admit(planned, budget, missed)
         if not planned:
@@ -184,12 +194,12 @@ class Scheduler:
         self._in_flight.append((plan, tuple(item[0] for item in planned)))
         return plan
 
-    def commit(self, plan: Plan, tokens: Seq[int | None]) -> Outcome:
+    def commit(self, plan: Plan, tokens: Seq[Result]) -> Outcome:
         """Takes the results of the oldest plan that is not committed.
 
         Args:
             plan: That plan.
-            tokens: The sampled token of each of its rows that samples, in order; None where the logits were not finite.
+            tokens: What came of each of its rows that sample or are scored, in order.
         """
         committed, sequences = self._in_flight.popleft()
         assert committed is plan, "plans are committed in the order in which they were made"
@@ -199,9 +209,9 @@ class Scheduler:
         results = iter(tokens)
         for sequence, rows in zip(sequences, plan.rows, strict=True):
             sequence.in_flight -= 1
-            if rows.sampling is not None:
+            if rows.sampling is not None or rows.targets:
                 token = next(results)
-                sequence.pending -= 1
+                sequence.pending -= rows.sampling is not None
                 if sequence.phase is Phase.ENDED:
                     pass
                 elif token is None:
@@ -209,8 +219,15 @@ class Scheduler:
                     failed.append(Failed(request_id, "INTERNAL", "the model gave values that are not finite"))
                     not_finite.append(NotFinite(sequence.submit.version, request_id))
                     self._end(sequence)
-                else:
+                elif isinstance(token, int):
                     deltas.append(self._append(sequence, token))
+                elif token.fault is not None:
+                    failed.append(Failed(sequence.submit.request_id, *token.fault))
+                    self._end(sequence)
+                else:
+                    sequence.prompt_scores += token.prompt
+                    if token.token is not None:
+                        deltas.append(self._append(sequence, token.token, more=token))
             if sequence.in_flight == 0:
                 if sequence.phase is Phase.ENDED:
                     self._give_back(sequence)
@@ -224,7 +241,7 @@ class Scheduler:
             self._deadlines = [entry for entry in self._deadlines if entry[2].phase is not Phase.ENDED]
             heapq.heapify(self._deadlines)
 
-    def _append(self, sequence: Sequence, token: int) -> Delta:
+    def _append(self, sequence: Sequence, token: int, *, more: Chosen | None = None) -> Delta:
         index = sequence.num_output
         sequence.tokens.append(token)
         self._waiting.charge(sequence, 1)
@@ -235,7 +252,17 @@ class Scheduler:
             finish = "length"
         if finish is not None:
             self._end(sequence)
-        return Delta(sequence.submit.request_id, index, (token,), finish, len(sequence.submit.prompt))
+        submit = sequence.submit
+        if more is None:
+            return Delta(submit.request_id, index, (token,), finish, len(submit.prompt))
+        logprobs = () if more.logprobs is None else (more.logprobs,)
+        scores = () if index else tuple(sequence.prompt_scores)
+        return Delta(submit.request_id, index, (token,), finish, len(submit.prompt), logprobs, scores)
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Returns how many rows of it a step takes."""
+        count = min(budget, sequence.num_remaining)
+        return min(count, self._scores_left) if sequence.is_scored else count
 
     def _plan_rows(self, sequence: Sequence, count: int, new_pages: Iterable[int]) -> PlannedRows:
         """Counts the rows as done and describes them."""
@@ -245,7 +272,14 @@ class Scheduler:
         sample_index = sequence.num_output + sequence.pending
         pages = tuple(new_pages)
         sampling = sequence.submit.sampling
-        tracks = start == 0 and sampling.repetition_penalty != 1.0
+        sets_up = start == 0 and not sequence.plain
+        prompt, first = sequence.submit.prompt, start
+        targets: tuple[int, ...] = ()
+        if sequence.is_scored:
+            first, last = max(start, sequence.num_targets), min(end, len(prompt) - 1)
+            targets = prompt[first + 1 : last + 1]
+            sequence.num_targets = max(last, sequence.num_targets)
+            self._scores_left -= len(targets)
         sequence.num_scheduled = end
         sequence.in_flight += 1
         sequence.pending += samples
@@ -259,7 +293,14 @@ class Scheduler:
             num_pages_before=len(sequence.pages) - len(pages),
             sampling=sampling if samples else None,
             sample_index=sample_index,
-            history=tuple(sequence.tokens) if tracks else None,
+            history=tuple(sequence.tokens) if sets_up else None,
+            num_prompt=len(prompt),
+            rules=sampling if sets_up else None,
+            plain=sequence.plain,
+            mask=sequence.mask,
+            score_start=first - start,
+            targets=targets,
+            num_top=sampling.prompt_logprobs or 0,
         )
 
     def _grow(self, sequence: Sequence) -> list[int] | None:
@@ -268,8 +309,9 @@ class Scheduler:
         while missing > self._pool.num_free:
             if any(other.preempting or other.phase is Phase.ENDED for other in self._running):
                 return None
-            victim = self._running[-1]
-            if victim is self._running[0]:
+            idle = [other for other in self._running if other.paused]
+            victim = idle[-1] if idle else self._running[-1]
+            if victim is self._running[0] and not idle:
                 return None
             self._preempt(victim)
             if victim is sequence:
@@ -298,10 +340,12 @@ class Scheduler:
         behind which nobody takes what it lacks (pages: nobody at all; rank rows or a slot: no other adapter).
         """
         while self._preempted and self._seats and budget:
-            sequence = self._preempted[0]
-            if not self._has_pages(sequence):
+            sequence = next((other for other in self._preempted if not other.paused), None)
+            if sequence is None:
+                break
+            if not self._has_pages(sequence) or not self._chunk(sequence, budget):
                 return
-            del self._preempted[0]
+            self._preempted.remove(sequence)
             budget -= self._start(sequence, planned, budget)
         passed: list[Sequence] = []
         num_before = self._num_admitted
@@ -334,6 +378,8 @@ class Scheduler:
         """Says what keeps a waiting sequence from starting; when nothing does, it holds its lease."""
         version = sequence.submit.version
         if version in missed or (version is not None and self._barrier is not None):
+            return _Lack.TURN
+        if sequence.is_scored and not self._scores_left:
             return _Lack.TURN
         if not self._has_pages(sequence):
             return _Lack.PAGES
@@ -371,7 +417,7 @@ class Scheduler:
         sequence.seat = self._seats.pop()
         bisect.insort(self._running, sequence, key=lambda other: other.order)
         sequence.pages += self._pool.take(self._pool.pages_for(len(sequence.tokens)))
-        count = min(budget, len(sequence.tokens))
+        count = self._chunk(sequence, budget)
         planned.append((sequence, self._plan_rows(sequence, count, sequence.pages)))
         return count
 

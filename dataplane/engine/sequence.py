@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import enum
 
-from dataplane.engine.messages import Submit
+from dataplane.engine.messages import Logprobs, Submit
+from dataplane.engine.plan import TokenMask
 from dataplane.lora.residency import Lease
+
+MAX_SCORED_ROWS = 64
+"""Rows of one step whose logits say how likely the prompt's next token was."""
 
 
 class Phase(enum.Enum):
@@ -36,6 +40,11 @@ class Sequence:
         seat: Row in per-sequence device state; -1 when it has none.
         lease: Held from admission to the end; None for the base.
         preempting: Its pages go back as soon as nothing is in flight.
+        plain: Whether its sampling is plain.
+        mask: What its grammar allows; None without a grammar.
+        paused: Its reader is slow: it is not scheduled.
+        prompt_scores: Logprobs of the prompt's tokens from the second on, as far as they are committed.
+        num_targets: Prompt tokens after the first that are scored or planned to be.
         passes: Steps in which others were admitted before it although it stood ahead of them.
     """
 
@@ -43,20 +52,25 @@ class Sequence:
         "deadline",
         "in_flight",
         "lease",
+        "mask",
         "max_new",
         "num_scheduled",
+        "num_targets",
         "order",
         "pages",
         "passes",
+        "paused",
         "pending",
         "phase",
+        "plain",
         "preempting",
+        "prompt_scores",
         "seat",
         "submit",
         "tokens",
     )
 
-    def __init__(self, submit: Submit, *, deadline: float | None, max_context: int) -> None:
+    def __init__(self, submit: Submit, *, deadline: float | None, max_context: int, mask: TokenMask | None = None) -> None:
         self.submit = submit
         self.order = -1
         self.deadline = deadline
@@ -71,6 +85,11 @@ class Sequence:
         self.phase = Phase.WAITING
         self.preempting = False
         self.passes = 0
+        self.plain = submit.sampling.is_plain
+        self.mask = mask
+        self.paused = False
+        self.prompt_scores: list[Logprobs] = []
+        self.num_targets = 0
 
     @property
     def num_output(self) -> int:
@@ -83,6 +102,16 @@ class Sequence:
         if self.num_output + self.pending >= self.max_new:
             return 0
         return len(self.tokens) + self.pending - self.num_scheduled
+
+    @property
+    def may_run(self) -> bool:
+        """Whether a step may hold rows of it."""
+        return self.phase is Phase.RUNNING and not self.preempting and not self.paused
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether rows of its prompt still have to say how likely the next token was."""
+        return self.submit.sampling.prompt_logprobs is not None and self.num_targets < len(self.submit.prompt) - 1
 
     @property
     def slot(self) -> int:

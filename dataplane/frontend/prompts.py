@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dataplane.engine.grammar import GrammarCompiler, read_eos_ids
 from dataplane.frontend.chat_template import ChatTemplate
 from dataplane.frontend.detokenizer import Detokenizer
+from dataplane.frontend.grammars import Grammars
 from dataplane.frontend.tokenizer import Tokenizer, TokenizerError
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError, Violation
 
@@ -61,6 +63,13 @@ class Budget:
 class Prompts:
     """Turns prompts into token ids. Owned by the serving process; call it from the event loop.
 
+    Attributes:
+        tokenizer: The base's tokenizer.
+        max_context: As given.
+        vocab_size: As given.
+        eos_ids: Ids that end a sequence.
+        grammars: Checks what a text must match.
+
     Args:
         folder: The base model's folder.
         max_context: Tokens of prompt and output together.
@@ -81,7 +90,8 @@ class Prompts:
             raise TokenizerError(f"tokenizer.json knows {self.tokenizer.vocab_size} ids, the model only {vocab_size}")
         config = _read_json(folder / "tokenizer_config.json")
         self._template = _template(folder, config)
-        self.eos_ids = _eos_ids(folder)
+        self.eos_ids = read_eos_ids(folder)
+        self.grammars = Grammars(GrammarCompiler(folder, vocab_size=vocab_size))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="prompts")
         self._pending = 0
         self._max_pending = max_pending
@@ -89,10 +99,20 @@ class Prompts:
     def close(self) -> None:
         """Lets the threads end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
 
     def detokenizer(self) -> Detokenizer:
         """Returns a detokenizer for one request."""
         return Detokenizer(self.tokenizer.pieces)
+
+    def cut_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Returns the token sequences of words, each alone and after a space."""
+        cut = (
+            self.tokenizer.encode(spelling, add_special_tokens=False)
+            for word in words
+            for spelling in (word.lstrip(" "), " " + word.lstrip(" "))
+        )
+        return tuple(dict.fromkeys(ids for ids in cut if ids))
 
     async def prepare(self, prompt: Prompt, *, max_tokens: int | None) -> Budget:
         """Returns the prompt's ids and how many tokens may follow; long texts are tokenized on another thread.
@@ -202,15 +222,6 @@ def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
 
 def _token(value: Any) -> str:
     return str(value["content"] if isinstance(value, dict) else value)
-
-
-def _eos_ids(folder: Path) -> tuple[int, ...]:
-    """Returns the ids that end a sequence: those of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_json(folder / name).get("eos_token_id")
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (int(ids),)
-    return ()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

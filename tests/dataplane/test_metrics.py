@@ -81,6 +81,13 @@ def test_a_request_is_timed_from_its_start_to_its_last_token(metrics: Metrics, r
     assert registry.get_sample_value("veneer_tenant_tokens_total", {"tenant": "acme", "kind": "completion"}) == 3
 
 
+def test_the_prompt_of_several_choices_is_counted_once(metrics: Metrics, registry: CollectorRegistry) -> None:
+    for choice in range(3):
+        metrics.saw(metrics.timer("acme", 0), Piece(0, (1,), "a", End("stop", 10, 1)), first_choice=choice == 0)
+    assert registry.get_sample_value("vllm:prompt_tokens_total", {"model_name": "tiny"}) == 10
+    assert registry.get_sample_value("vllm:generation_tokens_total", {"model_name": "tiny"}) == 3
+
+
 def test_tenants_beyond_the_cap_share_a_label(metrics: Metrics, registry: CollectorRegistry) -> None:
     for tenant in ("a", "b", "c", "d", "a"):
         metrics.saw(metrics.timer(tenant, 0), Piece(0, (1,), "", None))

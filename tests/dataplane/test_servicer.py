@@ -11,9 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
+from dataplane.choices import Choice
+from dataplane.engine.messages import Logprobs
 from dataplane.fallback import FallbackMode, FallbackReason
+from dataplane.frontend.grammars import Constraint
 from dataplane.frontend.prompts import ChatPrompt, TextPrompt, TokenPrompt
-from dataplane.generation import Choice, GenerationRequest, Part, Served
+from dataplane.generation import Echo, GenerationRequest, Part, Served
 from dataplane.node import RULES
 from dataplane.resolution import Target
 from dataplane.servicer import GenerationServicer
@@ -300,3 +303,68 @@ async def test_a_message_without_new_tokens_has_no_chunk(stub: Any, script: Scri
     assert only.HasField("served")
     assert not only.HasField("chunk")
     assert only.finish.reason == generation_pb2.FINISH_REASON_LENGTH
+
+
+async def test_what_shapes_the_choice_reaches_the_generator_under_its_name(stub: Any, script: Script) -> None:
+    sampling = generation_pb2.SamplingParams(
+        frequency_penalty=0.5, presence_penalty=-0.5, logit_bias={9: 2.0, 3: -100.0}, min_tokens=2, bad_words=["x"],
+        logprobs=0, prompt_logprobs=4, n=3, echo=True,
+    )  # fmt: skip
+    await read(stub.Generate(generation_pb2.GenerateRequest(text="hello", sampling=sampling), metadata=KEY))
+    assert script.requests[0].choice == Choice(
+        frequency_penalty=0.5, presence_penalty=-0.5, logit_bias=((3, -100.0), (9, 2.0)), min_tokens=2, bad_words=("x",),
+        logprobs=0, prompt_logprobs=4, n=3, echo=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "sampling"),
+    [
+        ("sampling.frequency_penalty", generation_pb2.SamplingParams(frequency_penalty=2.1)),
+        ("sampling.presence_penalty", generation_pb2.SamplingParams(presence_penalty=float("nan"))),
+        ("sampling.logit_bias", generation_pb2.SamplingParams(logit_bias=dict.fromkeys(range(301), 1.0))),
+        ("sampling.logit_bias[5]", generation_pb2.SamplingParams(logit_bias={5: 101.0})),
+        ("sampling.bad_words", generation_pb2.SamplingParams(bad_words=["x"] * 65)),
+        ("sampling.bad_words[0]", generation_pb2.SamplingParams(bad_words=[""])),
+        ("sampling.logprobs", generation_pb2.SamplingParams(logprobs=21)),
+        ("sampling.prompt_logprobs", generation_pb2.SamplingParams(prompt_logprobs=21)),
+        ("sampling.n", generation_pb2.SamplingParams(n=9)),
+    ],
+)
+async def test_a_value_out_of_range_is_refused_by_its_name(
+    stub: Any, script: Script, field: str, sampling: generation_pb2.SamplingParams
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(stub.Generate(generation_pb2.GenerateRequest(text="hello", sampling=sampling), metadata=KEY))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert field in (caught.value.details() or "")
+    assert script.requests == []
+
+
+async def test_choices_logprobs_and_the_prompt_are_on_the_wire(stub: Any, script: Script) -> None:
+    one = Logprobs(-0.25, ((70, -0.25), (5, -2.0)))
+    script.parts = [
+        Part(SERVED, Piece(0, (70,), "he", None, (one,)), 1),
+        Part(None, Piece(0, (71,), "l", End("length", 2, 1)), 0, Echo((1, 2), "hi", (one,))),
+        Part(None, Piece(1, (), "", End("stop", 2, 1)), 1),
+    ]
+    first, second, last = await read(stub.Generate(TEXT, metadata=KEY))
+    wire = generation_pb2.Logprobs(
+        logprob=-0.25, top=[generation_pb2.TokenLogprob(id=70, logprob=-0.25), generation_pb2.TokenLogprob(id=5, logprob=-2)]
+    )
+    assert (first.chunk.choice, list(first.chunk.logprobs)) == (1, [wire])
+    assert second.echo == generation_pb2.Echo(ids=[1, 2], text="hi", logprobs=[wire])
+    assert (second.chunk.choice, second.finish.choice, last.finish.choice) == (0, 0, 1)
+    assert not first.HasField("echo")
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "grammar"])
+async def test_what_the_text_must_match_reaches_the_generator(stub: Any, script: Script, kind: str) -> None:
+    outputs = generation_pb2.StructuredOutputs(**{kind: "x"})
+    sampling = generation_pb2.SamplingParams(structured_outputs=outputs)
+    await read(stub.Generate(generation_pb2.GenerateRequest(text="hello", sampling=sampling), metadata=KEY))
+    assert script.requests[0].choice.constraint == Constraint(kind, "x")
+    sampling = generation_pb2.SamplingParams(structured_outputs=generation_pb2.StructuredOutputs())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(stub.Generate(generation_pb2.GenerateRequest(text="hello", sampling=sampling), metadata=KEY))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.engine.messages import Delta, Sampling, Submit
+from dataplane.engine.messages import Delta, Logprobs, Sampling, Submit
 from dataplane.frontend.detokenizer import Detokenizer, StopStrings
 from dataplane.frontend.tokenizer import Tokenizer
 from dataplane.token_stream import End, Piece, SlowReaderError, TokenStream
@@ -42,6 +42,7 @@ class Streams:
         stop_ids: tuple[int, ...] = (),
         max_bytes: int = 1000,
         slow_reader_s: float = 60,
+        **limits: int,
     ) -> TokenStream:
         self.engine.script = script
         return TokenStream(
@@ -51,6 +52,7 @@ class Streams:
             stop_ids=stop_ids,
             max_bytes=max_bytes,
             slow_reader_s=slow_reader_s,
+            **limits,
         )
 
     def spelled(self, text: str, *, finish: bool = True) -> list[Delta]:
@@ -191,3 +193,35 @@ async def test_closing_a_stream_aborts_its_request(streams: Streams, num_read: i
     await stream.close()
     assert streams.engine.aborted == ["r"]
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_stop_strings_are_not_looked_for_before_the_least_number_of_tokens(streams: Streams) -> None:
+    deltas = streams.spelled("a b a b a b")
+    early, late = streams.open(*deltas, stops=("b",), min_tokens=0), None
+    assert "".join(piece.text for piece in await read(early)) == "a "
+    late = streams.open(*deltas, stops=("b",), min_tokens=len(streams.ids("a b a")))
+    assert "".join(piece.text for piece in await read(late)) == "a b a "
+    await early.close()
+    await late.close()
+
+
+async def test_tokens_that_wait_are_bounded_by_their_number_too(streams: Streams) -> None:
+    stream = streams.open(*streams.spelled("a b c d e f g h i j"), max_waiting=3)
+    await streams.engine.until_taken(3)
+    while (piece := await stream.next()).end is None:
+        assert len(piece.ids) <= 3
+    await stream.close()
+
+
+async def test_logprobs_stay_with_their_tokens_and_end_with_them(streams: Streams) -> None:
+    scores = tuple(Logprobs(-float(place), ((place, -float(place)),)) for place in range(1, 9))
+    ids = streams.ids("a b a b")
+    whole = Delta("r", 0, ids, "length", 3, scores[: len(ids)], (Logprobs(-9.0),))
+    stream = streams.open(whole, stops=("b",))
+    pieces = await read(stream)
+    got = [one for piece in pieces for one in piece.logprobs]
+    num_ids = sum(len(piece.ids) for piece in pieces)
+    assert num_ids < len(ids)
+    assert got == list(scores[:num_ids])
+    assert pieces[0].prompt_logprobs == (Logprobs(-9.0),)
+    await stream.close()

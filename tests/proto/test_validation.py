@@ -143,6 +143,7 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         (base(num_layers=1025), "num_layers", "uint32.gt_lte"),
         (tenants_pb2.ListTenantsRequest(page_size=1001), "page_size", "uint32.lte"),
         (catalog_pb2.Arm(version=DIGEST, weight=0), "weight", "uint32.gte_lte"),
+        (sampling(logit_bias=dict.fromkeys(range(301), 1.0)), "sampling.logit_bias", "map.max_pairs"),
         (sampling(max_tokens=0), "sampling.max_tokens", "uint32.gte"),
         # broken numbers; not a number is none of them
         (sampling(temperature=-0.1), "sampling.temperature", "float.gte_lte"),

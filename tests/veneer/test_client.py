@@ -191,6 +191,17 @@ async def test_prompts_may_be_ids_or_a_conversation(client: Client, generation: 
     assert generation.requests[1].chat.messages[0].content == "hi"
 
 
+async def test_a_stream_of_several_choices_is_whole_with_a_finish_for_each(client: Client, generation: Generation) -> None:
+    echo = pb.GenerateResponse(echo=pb.Echo(text="a"))
+    other = pb.GenerateResponse(finish=pb.Finish(choice=1))
+    generation.scripts = [[SERVED, echo, LAST, other], [SERVED, LAST]]
+    two = pb.SamplingParams(n=2, echo=True)
+    events = [event async for event in client.generate("hi", sampling=two)]
+    assert events == [SERVED.served, SERVED.chunk, echo.echo, LAST.chunk, LAST.finish, other.finish]
+    with pytest.raises(UnavailableError, match="without a finish"):
+        _ = [event async for event in client.generate("hi", sampling=two)]
+
+
 async def test_a_stream_without_a_finish_is_an_error_after_its_tokens(client: Client, generation: Generation) -> None:
     generation.scripts = [[SERVED]]
     events: list[Event] = []

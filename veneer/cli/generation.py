@@ -78,7 +78,7 @@ def _print(event: Event) -> None:
         stream(event.text)
     elif isinstance(event, generation_pb2.Served):
         note(_served_text(event))
-    else:
+    elif isinstance(event, generation_pb2.Finish):
         stream("\n")
         reason = generation_pb2.FinishReason.Name(event.reason).removeprefix("FINISH_REASON_").lower()
         note(f"({reason}: {event.prompt_tokens} tokens in, {event.completion_tokens} out)")

@@ -15,7 +15,7 @@ import torch
 
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
-from dataplane.engine.messages import Moved, NotFinite, Sampling, State, Submit
+from dataplane.engine.messages import Delta, Moved, NotFinite, Sampling, State, Submit
 from dataplane.engine.runner import model_features
 from dataplane.lora.image import ImagePair, build_image, write_image
 from veneer.errors import (
@@ -301,3 +301,70 @@ async def test_stopping_ends_running_requests_unavailable_and_the_process(starte
 async def test_a_start_that_cannot_work_is_refused_with_its_reason(tiny_config: Make, *, in_process: bool) -> None:
     with pytest.raises(FailedPreconditionError, match="do not fit into memory"):
         await EngineClient.start(tiny_config(kv_bytes=1 << 50), in_process=in_process)
+
+
+async def collect_deltas(client: EngineClient, submit: Submit) -> list[Delta]:
+    return [delta async for delta in client.submit(submit)]
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+async def test_logprobs_of_prompt_and_output_are_the_models_own(tiny_config: Make, plain: Any, in_process: bool) -> None:
+    client = await EngineClient.start(tiny_config(), in_process=in_process)
+    prompt = [int(token) for token in torch.randint(160, (150,), generator=torch.Generator().manual_seed(3))]
+    sampling = Sampling(max_tokens=5, temperature=0.0, logprobs=2, prompt_logprobs=3, frequency_penalty=0.5)
+    neighbours = [asyncio.create_task(collect(client, request(f"n{i}", prompt[: 20 + i], max_tokens=30))) for i in range(3)]
+    deltas = await collect_deltas(client, request("scored", prompt, sampling=sampling))
+    ids = [id_ for delta in deltas for id_ in delta.ids]
+    want = plain.logits([*prompt, *ids]).log_softmax(-1)
+    scores = deltas[0].prompt_logprobs
+    assert not any(delta.prompt_logprobs for delta in deltas[1:])
+    assert [one.logprob for one in scores] == pytest.approx([float(want[i, prompt[i + 1]]) for i in range(149)], abs=1e-3)
+    assert [[token for token, _ in one.top] for one in scores] == want[:149].topk(3).indices.tolist()
+    reported = [one for delta in deltas for one in delta.logprobs]
+    assert [one.logprob for one in reported] == pytest.approx([float(want[149 + i, id_]) for i, id_ in enumerate(ids)], abs=1e-3)
+    assert all(len(one.top) == 2 for one in reported)
+    for i, neighbour in enumerate(neighbours):
+        assert await neighbour == plain.greedy(prompt[: 20 + i], 30)
+    assert_idle(await client.state())
+    await client.stop()
+
+
+async def test_scores_are_whole_after_a_preemption(tiny_config: Make, plain: Any) -> None:
+    """Two long prompts share few pages: one is sent back while it is scored or later, and reports every token once."""
+    page = 16
+    client = await EngineClient.start(tiny_config(kv_bytes=(11 + 1) * 2 * 2 * page * 32 * 4, max_context=170), in_process=True)
+    prompts = [[int(t) for t in torch.randint(160, (70,), generator=torch.Generator().manual_seed(i))] for i in range(2)]
+    sampling = Sampling(max_tokens=60, temperature=0.0, prompt_logprobs=0, logprobs=0)
+    runs = await asyncio.gather(
+        *(collect_deltas(client, request(f"r{i}", prompt, sampling=sampling)) for i, prompt in enumerate(prompts))
+    )
+    for prompt, deltas in zip(prompts, runs, strict=True):
+        ids = [id_ for delta in deltas for id_ in delta.ids]
+        assert ids == plain.greedy(prompt, 60)
+        want = plain.logits(prompt).log_softmax(-1)
+        scores = [one.logprob for delta in deltas for one in delta.prompt_logprobs]
+        assert scores == pytest.approx([float(want[i, prompt[i + 1]]) for i in range(69)], abs=1e-3)
+        assert sum(len(delta.logprobs) for delta in deltas) == 60
+    await client.stop()
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("sampling.frequency_penalty", {"frequency_penalty": 2.5}),
+        ("sampling.presence_penalty", {"presence_penalty": float("nan")}),
+        ("sampling.logit_bias", {"logit_bias": tuple((i, 1.0) for i in range(301))}),
+        ("sampling.logit_bias", {"logit_bias": ((160, 1.0),)}),
+        ("sampling.logit_bias[4]", {"logit_bias": ((4, float("inf")),)}),
+        ("sampling.min_tokens", {"min_tokens": 6}),
+        ("sampling.bad_words[0]", {"bad_words": ((),)}),
+        ("sampling.bad_words[1]", {"bad_words": ((1,), (160,))}),
+        ("sampling.logprobs", {"logprobs": 21}),
+        ("sampling.prompt_logprobs", {"prompt_logprobs": -1}),
+    ],
+)
+async def test_rules_out_of_range_are_refused_by_name(started: Any, field: str, fields: dict[str, Any]) -> None:
+    client = await started()
+    with pytest.raises(InvalidArgumentError) as caught:
+        await collect(client, request("r", [1, 2], sampling=Sampling(max_tokens=5, **fields)))
+    assert field in caught.value.message

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.limits import Limits
-from dataplane.engine.messages import Delta, Failed, Sampling, Submit
-from dataplane.engine.plan import Outcome, Plan
+from dataplane.engine.messages import Delta, Failed, Logprobs, Sampling, Submit
+from dataplane.engine.plan import Chosen, Outcome, Plan
 from dataplane.engine.scheduler import Scheduler
 from dataplane.engine.sequence import Sequence
 from dataplane.lora.residency import Lease
@@ -453,3 +453,76 @@ def test_ended_requests_with_distant_deadlines_are_not_kept() -> None:
     kept = [entry for entry in gc.get_objects() if type(entry) is Sequence and entry.submit.deadline_s == 3600.0]
     assert len(kept) <= 100
     assert scheduler.next_deadline == 5000.0
+
+
+def test_a_paused_sequence_keeps_its_pages_and_goes_on_where_it_was() -> None:
+    scheduler = make()
+    loop = Loop(scheduler)
+    scheduler.add(submit("slow", max_tokens=12), 0.0)
+    scheduler.add(submit("fast", max_tokens=12), 0.0)
+    loop.turn()
+    loop.turn()
+    scheduler.pause("slow", paused=True)
+    seen = len(loop.outputs["slow"])
+    loop.run()
+    assert list(loop.finished) == ["fast"]
+    assert len(loop.outputs["slow"]) == seen
+    assert scheduler.num_running == 1
+    assert scheduler.num_pages_used > 0
+    num_plans = len(loop.plans)
+    scheduler.pause("slow", paused=False)
+    loop.run()
+    assert loop.outputs["slow"] == expected((1, 2, 3, 4), 12, ())
+    assert all(rows.start > 0 for plan in loop.plans[num_plans:] for rows in plan.rows), "nothing was computed again"
+    assert_idle(scheduler)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_paused_sequence_gives_its_pages_to_others_that_lack_some(lag: int) -> None:
+    scheduler = make(num_pages=8)
+    loop = Loop(scheduler, lag=lag)
+    scheduler.add(submit("slow", 12, max_tokens=15), 0.0)
+    for _ in range(3):
+        loop.turn()
+    scheduler.add(submit("fast", 4, max_tokens=26), 0.0)
+    loop.turn()
+    scheduler.pause("slow", paused=True)
+    loop.run()
+    assert loop.finished == {"fast": "length"}
+    scheduler.pause("slow", paused=False)
+    loop.run()
+    assert loop.outputs["slow"] == expected(tuple(range(1, 13)), 15, ())
+    assert_idle(scheduler)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_prompt_tokens_are_scored_once_each_however_the_prompt_is_cut(lag: int) -> None:
+    scheduler = make(num_pages=64, max_step_tokens=100, max_context=250)
+    prompts = {name: tuple(range(start, start + 90)) for name, start in (("a", 1), ("b", 500))}
+    for name, prompt in prompts.items():
+        sampling = Sampling(max_tokens=3, temperature=0.0, prompt_logprobs=0)
+        scheduler.add(Submit(request_id=name, tenant="t", prompt=prompt, sampling=sampling), 0.0)
+    scheduler.add(submit("plain", 30, max_tokens=9), 0.0)
+    scored: dict[int, list[int]] = {}
+    pending: list[tuple[Plan, list[Any]]] = []
+    while (plan := scheduler.schedule()) is not None or pending:
+        if plan is not None:
+            assert sum(len(rows.targets) for rows in plan.rows) <= 64
+            results: list[Any] = []
+            for rows in plan.rows:
+                if rows.targets:
+                    first = rows.start + rows.score_start
+                    scored.setdefault(rows.targets[0] >= 500, []).extend(rows.targets)
+                    assert rows.score_start + len(rows.targets) <= rows.count
+                    results.append(Chosen(1 if rows.sampling else None, prompt=tuple(Logprobs(-1.0) for _ in rows.targets)))
+                    assert prompts["b" if rows.targets[0] >= 500 else "a"][first + 1] == rows.targets[0]
+                elif rows.sampling is not None:
+                    results.append(1)
+            pending.append((plan, results))
+        if pending and (len(pending) > lag or plan is None):
+            outcome = scheduler.commit(*pending.pop(0))
+            for delta in outcome.deltas:
+                wants = delta.index == 0 and delta.request_id != "plain"
+                assert len(delta.prompt_logprobs) == (89 if wants else 0)
+    assert scored == {False: list(prompts["a"][1:]), True: list(prompts["b"][1:])}
+    assert_idle(scheduler)
