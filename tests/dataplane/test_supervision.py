@@ -48,7 +48,6 @@ class FakeClient(ScriptedEngine):
         self.asked_for_s.append(timeout_s)
         if self.hangs:
             raise UnavailableError("the engine did not answer")
-        return
 
     def kill(self) -> None:
         self.killed = True
