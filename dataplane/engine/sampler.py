@@ -87,16 +87,19 @@ class Sampler:
                 chosen = torch.tensor(drawn, device=logits.device)
                 tokens[chosen] = self._draw(torch.where(finite[chosen, None], logits[chosen].float(), 0.0), drawn, rows)
             return Samples(tokens, finite, {})
-        shaped = torch.where(finite[:, None], logits.float(), 0.0)
         at = torch.tensor(special, device=logits.device)
-        ruled = shaped[at]
+        ruled = torch.where(finite[at, None], logits[at].float(), 0.0)
         faults = {special[k]: error for k, error in self._rules.apply(ruled, [rows[i] for i in special]).items()}
-        shaped[at] = ruled
         tokens[at] = ruled.argmax(dim=-1)
         drawn = [i for i in drawn if i not in faults]
         if drawn:
             chosen = torch.tensor(drawn, device=logits.device)
-            tokens[chosen] = self._draw(shaped[chosen], drawn, rows)
+            shaped = torch.where(finite[chosen, None], logits[chosen].float(), 0.0)
+            place = {i: k for k, i in enumerate(special)}
+            if both := [(d, place[i]) for d, i in enumerate(drawn) if i in place]:
+                to, of = torch.tensor(both, device=logits.device).unbind(1)
+                shaped[to] = ruled[of]
+            tokens[chosen] = self._draw(shaped, drawn, rows)
         good = finite.tolist()
         whole = [i for i in special if i not in faults and good[i]]
         self._rules.note(rows, tokens, whole)

@@ -15,8 +15,8 @@ from veneer.errors import FailedPreconditionError, InvalidArgumentError, Resourc
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-_JSON: JsonCompileOptions = {"whitespace_pattern": r"[ \t\r\n]{0,32}"}
-"""White space between the parts of a JSON text: any, but not without end, which some models write."""
+_JSON: JsonCompileOptions = {"whitespace_pattern": r"[ \t\r\n]{0,32}", "lenient": False}
+"""White space between the parts of a JSON text: any, but not without end, which some models write. No keyword is passed over."""
 _MAX_BYTES = {"json": 64 << 10, "regex": 1 << 10, "grammar": 16 << 10}
 
 
@@ -122,7 +122,8 @@ def _translate(constraint: Constraint) -> str:
         raise FailedPreconditionError("structured outputs need the package llguidance, which is not installed") from None
 
     if constraint.kind == "json":
-        return llguidance.LLMatcher.grammar_from_json_schema(constraint.text, overrides=_JSON)
+        schema = "{}" if constraint.text.strip() == "true" else constraint.text  # options are kept in an object
+        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
     if constraint.kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(constraint.text)
     return llguidance.grammar_from("grammar", constraint.text)

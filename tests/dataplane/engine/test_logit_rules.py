@@ -211,3 +211,27 @@ def test_plain_rows_run_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in rows:
         sampler.start(row)
     assert sampler.sample(torch.zeros(2, VOCAB), rows).more == {}
+
+
+def test_a_row_is_drawn_as_if_it_were_alone_whatever_rules_stand_beside_it() -> None:
+    fields: list[dict[str, Any]] = [
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "seed": 2, "logit_bias": ((3, 2.0),)},
+        {"frequency_penalty": 1.0},
+        {"temperature": 0.8, "seed": 3, "bad_words": ((5,),), "logprobs": 1},
+        {"temperature": 1.5, "seed": 4, "grammar": "g", "mask": Mask()},
+        {"temperature": 1.5, "seed": 5},
+    ]
+    logits = torch.randn(len(fields), VOCAB, generator=torch.Generator().manual_seed(4))
+
+    def choose(which: list[int]) -> list[int]:
+        sampler = Sampler(max_sequences=len(fields), vocab_size=VOCAB, device=CPU)
+        rows = [Sequence(i, (1,), **fields[i]).planned() for i in which]
+        for row in rows:
+            if not row.plain:
+                sampler.start(row)
+        return sampler.sample(logits[which], rows).tokens.tolist()
+
+    together = choose(list(range(len(fields))))
+    for i in (0, 1, 2, 3, 5):
+        assert choose([i]) == [together[i]]

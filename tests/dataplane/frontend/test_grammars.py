@@ -76,6 +76,7 @@ async def test_what_can_be_enforced_compiles(grammars: Grammars, compiler: Count
         Constraint("json", "{nonsense"),
         Constraint("json", '{"type": "nonsense"}'),
         Constraint("json", '{"type": "array", "uniqueItems": true}'),
+        Constraint("json", '{"type": "array", "uniqueItems": true, "x-guidance": {"lenient": true}}'),
         Constraint("json", '{"$ref": "#/$defs/none"}'),
         Constraint("json", "[" * 20_000),
         Constraint("regex", "(a"),
