@@ -18,6 +18,8 @@ INTEGER_MODULES = (
     "dataplane.engine.sequence",
     "dataplane.engine.scheduler",
     "dataplane.engine.kv_cache",
+    "dataplane.engine.prefix",
+    "dataplane.engine.intake",
     "dataplane.lora.residency",
 )
 

@@ -42,6 +42,7 @@ class EngineConfig:
         max_step_rank_rows: Rank rows of all adapters that run at the same time, each rounded up to a multiple of 16.
         max_context: Tokens of prompt and output together; 0 takes the model's own limit.
         max_waiting: Requests that wait at most.
+        base_digest: Digest of the base model, part of every cache key.
     """
 
     model_dir: str
@@ -59,6 +60,7 @@ class EngineConfig:
     max_step_rank_rows: int = 1024
     max_context: int = 0
     max_waiting: int = 10_000
+    base_digest: str = ""
 
     def __post_init__(self) -> None:
         """Checks every field.

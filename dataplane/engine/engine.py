@@ -12,7 +12,7 @@ import torch
 
 from dataplane.engine.adapters import DeviceAdapters
 from dataplane.engine.config import EngineConfig
-from dataplane.engine.intake import check_submit
+from dataplane.engine.intake import Arrival, Intake
 from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.limits import Limits
 from dataplane.engine.memory import available_bytes, check_fits, plan_memory
@@ -64,10 +64,14 @@ class Engine:
         available = available_bytes(torch.device(config.device))
         check_fits(memory, available)
         self._emit = emit
-        self._vocab_size = model.vocab_size
-        self._max_context = memory.max_context
+        self._intake = Intake(
+            base_digest=config.base_digest,
+            page_size=config.page_size,
+            vocab_size=model.vocab_size,
+            max_context=memory.max_context,
+        )
         self._wake = threading.Event()
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command | Arrival] = queue.SimpleQueue()
         self._runner = Runner(config, model, memory)
         self._adapters = DeviceAdapters(config, self._runner.arena, wake=self._wake)
         self._pool = PagePool(memory.num_pages, config.page_size)
@@ -88,8 +92,8 @@ class Engine:
         self.ready = Ready(memory.lines(available), memory.max_context, model.vocab_size)
 
     def send(self, command: Command) -> None:
-        """Hands a command to the loop."""
-        self._inbox.put(command)
+        """Hands a command to the loop; what of a request can be prepared beside the loop is done here."""
+        self._inbox.put(self._intake.prepare(command) if isinstance(command, Submit) else command)
         self._wake.set()
 
     def run(self) -> None:
@@ -135,16 +139,19 @@ class Engine:
             if not self._stopping:
                 self._wake.wait(timeout)
 
-    def _handle(self, command: Command, events: list[Event]) -> None:
+    def _handle(self, command: Command | Arrival, events: list[Event]) -> None:
         match command:
-            case Submit():
+            case Arrival():
                 self._submit(command, events)
             case Abort(request_id):
                 self._scheduler.abort(request_id)
             case Stage(version, path):
+                self._scheduler.unbar(version)
                 self._adapters.stage(version, path)
             case Unstage(version, drop_device):
                 self._adapters.unstage(version, drop_device=drop_device)
+                if drop_device:
+                    self._scheduler.bar(version)
             case Fail(version, status, message):
                 events += self._scheduler.fail_waiting(version, status=status, message=message)
             case Query(token):
@@ -152,10 +159,12 @@ class Engine:
             case Stop():
                 self._stopping = True
 
-    def _submit(self, submit: Submit, events: list[Event]) -> None:
+    def _submit(self, arrival: Arrival, events: list[Event]) -> None:
+        submit = arrival.submit
         try:
-            check_submit(submit, vocab_size=self._vocab_size, max_context=self._max_context)
-            self._scheduler.add(submit, time.monotonic())
+            if arrival.fault is not None:
+                raise arrival.fault
+            self._scheduler.add(submit, time.monotonic(), chain=arrival.chain, keys=arrival.keys)
         except VeneerError as error:
             events.append(Failed(submit.request_id, error.status, error.message))
             return
@@ -184,6 +193,9 @@ class Engine:
             waiting=scheduler.num_waiting,
             kv_pages_used=scheduler.num_pages_used,
             kv_pages_total=self._pool.num_pages,
+            kv_pages_kept=self._pool.num_kept,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
             arena_bytes_used=residency.units_used * self._unit_bytes,
             arena_bytes_total=self._arena_bytes,
             leases=sum(holding.leases for holding in holdings),

@@ -17,8 +17,10 @@ class PlannedRows:
         start: Position of the first row.
         count: Number of rows.
         ids: Token ids of the rows that are known; when one is missing, the last row's id is the token sampled last for this seat.
-        new_pages: Pages added to the sequence's table with this step; they must be cleared first.
+        new_pages: Pages added to the sequence's table with this step; all but the shared ones must be cleared first.
         num_pages_before: Entries of the table that were there already.
+        num_shared_pages: The first so many of `new_pages` hold this very beginning already: they are shared, and neither cleared
+            nor written.
         sampling: How to choose the token after the last row; None when the rows do not reach the end of the sequence.
         sample_index: Index of that token in the output.
         history: Prompt and output so far when the seat's seen tokens must be set up (a repetition penalty, first rows), else
@@ -35,6 +37,7 @@ class PlannedRows:
     sampling: Sampling | None
     sample_index: int
     history: tuple[int, ...] | None
+    num_shared_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[int | None]:
         """Runs one step and returns the tokens of the rows that sample, in order; None where logits were not finite."""
-        new_pages = [page for rows in plan.rows for page in rows.new_pages]
+        new_pages = [page for rows in plan.rows for page in rows.new_pages[rows.num_shared_pages :]]
         if new_pages:
             self.kv.clear(torch.tensor(new_pages, device=self._device))
         step = self._buffers.fill(plan, self.kv)

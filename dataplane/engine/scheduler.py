@@ -16,6 +16,7 @@ from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Delta, Failed, FinishReason, NotFinite, Submit
 from dataplane.engine.plan import Outcome, Plan, PlannedRows
+from dataplane.engine.prefix import PageKeys
 from dataplane.engine.sequence import Phase, Sequence
 from dataplane.lora.residency import Lease
 from kernels.rows import aligned_rank
@@ -36,6 +37,9 @@ class Adapters(Protocol):
 
     def is_starved(self, version: str) -> bool:
         """Whether the version could be loaded but for the slots and bytes that leases hold."""
+
+
+_MAX_BARRED = 10_000
 
 
 class _Lack(enum.Enum):
@@ -73,6 +77,9 @@ class Scheduler:
         self._num_submitted = 0
         self._num_admitted = 0
         self._in_flight: deque[tuple[Plan, tuple[Sequence, ...]]] = deque()
+        self._barred: dict[str, bool] = {}
+        self.prefix_queries = 0
+        self.prefix_hits = 0
 
     @property
     def num_running(self) -> int:
@@ -112,8 +119,14 @@ class Scheduler:
             self._end(sequence)
         return [Failed(sequence.submit.request_id, status, message) for sequence in waiting]
 
-    def add(self, submit: Submit, now: float) -> None:
+    def add(self, submit: Submit, now: float, *, chain: PageKeys | None = None, keys: Iterable[bytes] = ()) -> None:
         """Queues a request.
+
+        Args:
+            submit: The request.
+            now: Reading of the engine's clock.
+            chain: What computes the keys of its pages; None when none of them is shared.
+            keys: Keys of the full pages of its prompt, computed before.
 
         Raises:
             InvalidArgumentError: The id is in use, or the prompt does not leave room for one token.
@@ -131,7 +144,7 @@ class Scheduler:
         if self.num_waiting >= self._limits.max_waiting:
             raise ResourceExhaustedError(f"{self.num_waiting} requests wait already", retry_after_s=1.0)
         deadline = None if submit.deadline_s is None else now + submit.deadline_s
-        sequence = Sequence(submit, deadline=deadline, max_context=limit)
+        sequence = Sequence(submit, deadline=deadline, max_context=limit, chain=chain, keys=keys)
         self._sequences[submit.request_id] = sequence
         self._waiting.push(sequence)
         if submit.version is not None:
@@ -208,7 +221,9 @@ class Scheduler:
                     failed.append(Failed(request_id, "INTERNAL", "the model gave values that are not finite"))
                     not_finite.append(NotFinite(sequence.submit.version, request_id))
                     self._end(sequence)
+                    self._distrust(sequence)
                 else:
+                    self._name_pages(sequence, rows.start + rows.count)
                     deltas.append(self._append(sequence, token))
             if sequence.in_flight == 0:
                 if sequence.phase is Phase.ENDED:
@@ -216,6 +231,38 @@ class Scheduler:
                 elif sequence.preempting:
                     self._requeue(sequence)
         return Outcome(tuple(deltas), tuple(failed), tuple(not_finite))
+
+    def bar(self, version: str) -> None:
+        """Drops what is kept of a version that was taken away, and keeps nothing of it until `unbar`."""
+        self._pool.forget(version)
+        self._barred.setdefault(version, False)
+
+    def unbar(self, version: str) -> None:
+        """Lets a version's pages be kept again, unless it ever gave values that are not finite."""
+        if self._barred.get(version) is False:
+            del self._barred[version]
+
+    def _distrust(self, sequence: Sequence) -> None:
+        """Drops what is kept of the version (of the tenant's own base pages) whose values were not finite."""
+        version = sequence.submit.version
+        if version is None:
+            self._pool.forget(None, sequence.submit.tenant)
+            return
+        self._pool.forget(version)
+        self._barred[version] = True
+        if len(self._barred) > _MAX_BARRED:
+            del self._barred[next(iter(self._barred))]
+
+    def _name_pages(self, sequence: Sequence, num_computed: int) -> None:
+        """Names the pages that are full of committed positions; their values led to a finite result."""
+        num_full = num_computed // self._pool.page_size
+        if sequence.chain is None or num_full <= sequence.num_named or sequence.submit.version in self._barred:
+            return
+        if len(sequence.keys) < num_full:
+            sequence.chain.extend(sequence.keys, sequence.tokens[: num_full * self._pool.page_size])
+        for index in range(sequence.num_named, num_full):
+            self._pool.name(sequence.pages[index], sequence.keys[index], version=sequence.submit.version)
+        sequence.num_named = num_full
 
     def _append(self, sequence: Sequence, token: int) -> Delta:
         index = sequence.num_output
@@ -230,7 +277,7 @@ class Scheduler:
             self._end(sequence)
         return Delta(sequence.submit.request_id, index, (token,), finish, len(sequence.submit.prompt))
 
-    def _plan_rows(self, sequence: Sequence, count: int, new_pages: Iterable[int]) -> PlannedRows:
+    def _plan_rows(self, sequence: Sequence, count: int, new_pages: Iterable[int], *, num_shared: int = 0) -> PlannedRows:
         """Counts the rows as done and describes them."""
         start = sequence.num_scheduled
         end = start + count
@@ -238,7 +285,7 @@ class Scheduler:
         sample_index = sequence.num_output + sequence.pending
         pages = tuple(new_pages)
         sampling = sequence.submit.sampling
-        tracks = start == 0 and sampling.repetition_penalty != 1.0
+        tracks = len(pages) == len(sequence.pages) and sampling.repetition_penalty != 1.0
         sequence.num_scheduled = end
         sequence.in_flight += 1
         sequence.pending += samples
@@ -253,6 +300,7 @@ class Scheduler:
             sampling=sampling if samples else None,
             sample_index=sample_index,
             history=tuple(sequence.tokens) if tracks else None,
+            num_shared_pages=num_shared,
         )
 
     def _grow(self, sequence: Sequence) -> list[int] | None:
@@ -267,7 +315,8 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return None
-        taken = self._pool.take(missing) if missing > 0 else []
+        submit = sequence.submit
+        taken = self._pool.take(missing, submit.tenant, weight=submit.weight) if missing > 0 else []
         sequence.pages += taken
         return taken
 
@@ -280,7 +329,7 @@ class Scheduler:
         """Sends a preempted sequence back: it keeps its lease and recomputes all its tokens later."""
         self._leave(sequence)
         sequence.preempting = False
-        sequence.num_scheduled = 0
+        sequence.num_scheduled = sequence.num_named = 0
         sequence.phase = Phase.WAITING
         bisect.insort(self._preempted, sequence, key=lambda other: other.order)
 
@@ -339,9 +388,16 @@ class Scheduler:
     def _has_pages(self, sequence: Sequence) -> bool:
         """Whether all known tokens and one more fit while every running sequence can still get a page."""
         spare = len(self._running)
-        return self._pool.pages_for(len(sequence.tokens) + 1) + spare <= self._pool.num_free or (
-            spare == 0 and self._pool.pages_for(len(sequence.tokens)) <= self._pool.num_free
-        )
+        num_free = self._pool.num_free
+        needed = self._pool.pages_for(len(sequence.tokens) + 1) + spare
+        if needed > num_free and sequence.keys:
+            shared = self._shared_pages(sequence)
+            needed -= len(shared) - self._pool.num_kept_of(shared)
+        return needed <= num_free or (spare == 0 and self._pool.pages_for(len(sequence.tokens)) <= num_free)
+
+    def _shared_pages(self, sequence: Sequence) -> list[int]:
+        """Returns the pages that hold its beginning; never its last token, which is computed so that there is a result."""
+        return self._pool.find(sequence.keys[: (len(sequence.tokens) - 1) // self._pool.page_size])
 
     def _lease(self, sequence: Sequence, version: str, missed: set[str]) -> bool:
         lease = self._adapters.acquire(version)
@@ -363,9 +419,18 @@ class Scheduler:
         sequence.phase = Phase.RUNNING
         sequence.seat = self._seats.pop()
         bisect.insort(self._running, sequence, key=lambda other: other.order)
-        sequence.pages += self._pool.take(self._pool.pages_for(len(sequence.tokens)))
-        count = min(budget, len(sequence.tokens))
-        planned.append((sequence, self._plan_rows(sequence, count, sequence.pages)))
+        submit, num_tokens = sequence.submit, len(sequence.tokens)
+        shared = self._shared_pages(sequence) if sequence.keys else []
+        self._pool.share(shared)
+        fresh = self._pool.take(self._pool.pages_for(num_tokens) - len(shared), submit.tenant, weight=submit.weight)
+        sequence.pages += shared + fresh
+        sequence.num_named = len(shared)
+        sequence.num_scheduled = len(shared) * self._pool.page_size
+        if sequence.chain is not None:
+            self.prefix_queries += num_tokens
+            self.prefix_hits += sequence.num_scheduled
+        count = min(budget, num_tokens - sequence.num_scheduled)
+        planned.append((sequence, self._plan_rows(sequence, count, sequence.pages, num_shared=len(shared))))
         return count
 
     def _end(self, sequence: Sequence) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 from dataplane.engine.messages import Submit
+from dataplane.engine.prefix import PageKeys
 from dataplane.lora.residency import Lease
 
 
@@ -33,6 +35,9 @@ class Sequence:
         pending: Tokens sampled in plans that are not committed yet.
         in_flight: Plans not committed yet that hold rows of this sequence; what it holds is given back only at 0.
         pages: KV pages, in order of positions.
+        chain: What extends `keys`; None when its pages are not shared.
+        keys: Keys of its full pages, from the first on, as far as they are known.
+        num_named: Pages whose contents are committed and which have their names.
         seat: Row in per-sequence device state; -1 when it has none.
         lease: Held from admission to the end; None for the base.
         preempting: Its pages go back as soon as nothing is in flight.
@@ -40,10 +45,13 @@ class Sequence:
     """
 
     __slots__ = (
+        "chain",
         "deadline",
         "in_flight",
+        "keys",
         "lease",
         "max_new",
+        "num_named",
         "num_scheduled",
         "order",
         "pages",
@@ -56,7 +64,15 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, submit: Submit, *, deadline: float | None, max_context: int) -> None:
+    def __init__(
+        self,
+        submit: Submit,
+        *,
+        deadline: float | None,
+        max_context: int,
+        chain: PageKeys | None = None,
+        keys: Iterable[bytes] = (),
+    ) -> None:
         self.submit = submit
         self.order = -1
         self.deadline = deadline
@@ -66,6 +82,9 @@ class Sequence:
         self.pending = 0
         self.in_flight = 0
         self.pages: list[int] = []
+        self.chain = chain
+        self.keys = list(keys)
+        self.num_named = 0
         self.seat = -1
         self.lease: Lease | None = None
         self.phase = Phase.WAITING
