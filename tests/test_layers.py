@@ -19,6 +19,9 @@ INTEGER_MODULES = (
     "dataplane.engine.scheduler",
     "dataplane.engine.kv_cache",
     "dataplane.engine.prefix",
+    "dataplane.engine.prefix_cache",
+    "dataplane.engine.fairness",
+    "dataplane.engine.admission",
     "dataplane.engine.intake",
     "dataplane.lora.residency",
 )

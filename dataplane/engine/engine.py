@@ -81,6 +81,7 @@ class Engine:
             max_step_rank_rows=config.max_step_rank_rows,
             max_context=memory.max_context,
             max_waiting=config.max_waiting,
+            max_waiting_per_tenant=config.max_waiting_per_tenant,
         )
         self._scheduler = Scheduler(limits, self._pool, self._adapters)
         self._unit_bytes = config.arena_unit_bytes
@@ -125,7 +126,9 @@ class Engine:
         plan = self._scheduler.schedule()
         if plan is not None and plan.rows:
             self._count(plan)
-            outcome = self._scheduler.commit(plan, self._runner.run(plan))
+            started = time.monotonic()
+            tokens = self._runner.run(plan)
+            outcome = self._scheduler.commit(plan, tokens, seconds=time.monotonic() - started)
             self._generated += len(outcome.deltas)
             if outcome.deltas:
                 events.append(Tokens(outcome.deltas))
@@ -146,12 +149,12 @@ class Engine:
             case Abort(request_id):
                 self._scheduler.abort(request_id)
             case Stage(version, path):
-                self._scheduler.unbar(version)
+                self._scheduler.prefix.unbar(version)
                 self._adapters.stage(version, path)
             case Unstage(version, drop_device):
                 self._adapters.unstage(version, drop_device=drop_device)
                 if drop_device:
-                    self._scheduler.bar(version)
+                    self._scheduler.prefix.bar(version)
             case Fail(version, status, message):
                 events += self._scheduler.fail_waiting(version, status=status, message=message)
             case Query(token):
@@ -166,7 +169,7 @@ class Engine:
                 raise arrival.fault
             self._scheduler.add(submit, time.monotonic(), chain=arrival.chain, keys=arrival.keys)
         except VeneerError as error:
-            events.append(Failed(submit.request_id, error.status, error.message))
+            events.append(Failed(submit.request_id, error.status, error.message, error.retry_after_s))
             return
         if submit.version is not None:
             if self._adapters.want(submit.version):
@@ -194,8 +197,8 @@ class Engine:
             kv_pages_used=scheduler.num_pages_used,
             kv_pages_total=self._pool.num_pages,
             kv_pages_kept=self._pool.num_kept,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
+            prefix_queries=scheduler.prefix.queries,
+            prefix_hits=scheduler.prefix.hits,
             arena_bytes_used=residency.units_used * self._unit_bytes,
             arena_bytes_total=self._arena_bytes,
             leases=sum(holding.leases for holding in holdings),

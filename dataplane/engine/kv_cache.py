@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class PagePool:
         self._index: dict[bytes, int] = {}
         self._num_kept = 0
         self._clock = 0
-        self._batch = max(1, num_pages // 64)
+        self._batch = max(1, num_pages // 256)
 
     @property
     def num_free(self) -> int:
@@ -157,28 +157,39 @@ class PagePool:
                 self._release(page)
 
     def _evict(self, count: int) -> None:
-        """Frees kept pages: those of the tenant most above its share first, oldest first; else the oldest of all."""
-        while count > 0:
-            weights = sum(account.weight for account in self._accounts.values())
-            over, over_name = 0.0, ""
-            oldest, oldest_name = None, ""
-            for name, account in self._accounts.items():
-                if account.kept:
-                    share = self.num_pages * account.weight / weights
-                    excess = (account.held + len(account.kept) - share) / account.weight
-                    if excess > over:
-                        over, over_name = excess, name
-                    used_at = next(iter(account.kept.values()))
-                    if oldest is None or used_at < oldest:
-                        oldest, oldest_name = used_at, name
-            account = self._accounts[over_name if over else oldest_name]
-            number = min(count, max(1, int(over * account.weight)), len(account.kept)) if over else 1
-            for page in list(itertools.islice(account.kept, number)):
-                del account.kept[page]
-                self._num_kept -= 1
-                del self._index[self._names.pop(page).key]
-                self._release(page)
-            count -= number
+        """Frees kept pages: those of tenants above their shares first, the one most above it first, each tenant's oldest first.
+
+        Once nobody is above its share, the oldest of all go.
+        """
+        weights = sum(account.weight for account in self._accounts.values())
+        over: list[tuple[float, str]] = []
+        for name, account in self._accounts.items():
+            if account.kept:
+                excess = account.held + len(account.kept) - self.num_pages * account.weight / weights
+                if excess > 0:
+                    over.append((-excess / account.weight, name))
+        heapq.heapify(over)
+        while count > 0 and over:
+            excess, name = heapq.heappop(over)
+            account = self._accounts[name]
+            self._free_oldest(account)
+            count -= 1
+            if account.kept and excess + 1 / account.weight < 0:
+                heapq.heappush(over, (excess + 1 / account.weight, name))
+        ages = [(next(iter(account.kept.values())), name) for name, account in self._accounts.items() if account.kept]
+        heapq.heapify(ages)
+        for _ in range(count):
+            _, name = heapq.heappop(ages)
+            account = self._accounts[name]
+            self._free_oldest(account)
+            if account.kept:
+                heapq.heappush(ages, (next(iter(account.kept.values())), name))
+
+    def _free_oldest(self, account: _Account) -> None:
+        page, _ = account.kept.popitem(last=False)
+        self._num_kept -= 1
+        del self._index[self._names.pop(page).key]
+        self._release(page)
 
     def _release(self, page: int) -> None:
         """Puts a page that is neither held nor kept among the free ones."""

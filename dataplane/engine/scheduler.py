@@ -7,20 +7,22 @@ import enum
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from dataplane.engine.fairness import FairQueue
+from dataplane.engine.admission import Admission
+from dataplane.engine.fairness import Account, Tenants
 from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Delta, Failed, FinishReason, NotFinite, Submit
 from dataplane.engine.plan import Outcome, Plan, PlannedRows
 from dataplane.engine.prefix import PageKeys
+from dataplane.engine.prefix_cache import PrefixCache
 from dataplane.engine.sequence import Phase, Sequence
 from dataplane.lora.residency import Lease
 from kernels.rows import aligned_rank
-from veneer.errors import InvalidArgumentError, ResourceExhaustedError, Violation
+from veneer.errors import InvalidArgumentError, Violation
 
 
 class Adapters(Protocol):
@@ -35,18 +37,24 @@ class Adapters(Protocol):
     def withdraw(self, version: str) -> None:
         """Notes that nobody waits for a version any more."""
 
+    def arrived(self) -> Mapping[str, int]:
+        """Returns the versions that may have come to the device since the last call, with the bytes that were copied."""
+
     def is_starved(self, version: str) -> bool:
         """Whether the version could be loaded but for the slots and bytes that leases hold."""
 
 
-_MAX_BARRED = 10_000
+_MIB = 1 << 20
+_MAX_STARVED = 8
+_NO_PAGES: list[int] = []
 
 
 class _Lack(enum.Enum):
-    """What a waiting sequence lacks: pages; rank rows or a slot; or only that its image comes, or the barrier goes."""
+    """What a waiting sequence lacks: pages; rank rows or a slot; its image on the device; or only its turn."""
 
     PAGES = "pages"
     ROOM = "room"
+    IMAGE = "image"
     TURN = "turn"
 
 
@@ -65,8 +73,10 @@ class Scheduler:
         self._pool = pool
         self._adapters = adapters
         self._sequences: dict[str, Sequence] = {}
-        self._waiting = FairQueue()
-        self._preempted: list[Sequence] = []
+        self._tenants = Tenants()
+        self._admission = Admission(limits, self._tenants)
+        self._prices = limits.prices
+        self._cost = 0.0
         self._running: list[Sequence] = []
         self._seats = list(range(limits.max_sequences - 1, -1, -1))
         self._deadlines: list[tuple[float, int, Sequence]] = []
@@ -77,9 +87,7 @@ class Scheduler:
         self._num_submitted = 0
         self._num_admitted = 0
         self._in_flight: deque[tuple[Plan, tuple[Sequence, ...]]] = deque()
-        self._barred: dict[str, bool] = {}
-        self.prefix_queries = 0
-        self.prefix_hits = 0
+        self.prefix = PrefixCache(pool)
 
     @property
     def num_running(self) -> int:
@@ -89,7 +97,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait, the preempted ones included."""
-        return len(self._waiting) + len(self._preempted)
+        return self._tenants.num_waiting
 
     @property
     def num_pages_used(self) -> int:
@@ -130,7 +138,7 @@ class Scheduler:
 
         Raises:
             InvalidArgumentError: The id is in use, or the prompt does not leave room for one token.
-            ResourceExhaustedError: Too many requests wait.
+            ResourceExhaustedError: Too many requests wait, or it would wait longer than its deadline allows.
         """
         limit = self._limits.max_context
         if submit.request_id in self._sequences:
@@ -141,12 +149,11 @@ class Scheduler:
             )
         if submit.sampling.max_tokens < 1:
             raise InvalidArgumentError.of([Violation("sampling.max_tokens", "must be at least 1")])
-        if self.num_waiting >= self._limits.max_waiting:
-            raise ResourceExhaustedError(f"{self.num_waiting} requests wait already", retry_after_s=1.0)
+        self._admission.check(submit)
         deadline = None if submit.deadline_s is None else now + submit.deadline_s
         sequence = Sequence(submit, deadline=deadline, max_context=limit, chain=chain, keys=keys)
         self._sequences[submit.request_id] = sequence
-        self._waiting.push(sequence)
+        self._tenants.push(sequence)
         if submit.version is not None:
             self._awaited[submit.version] = self._awaited.get(submit.version, 0) + 1
         if deadline is not None:
@@ -173,42 +180,49 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """Plans a step, or returns None when nothing can run."""
+        self._wake()
+        favoured = self._relieve()
         planned: list[tuple[Sequence, PlannedRows]] = []
         budget = self._limits.max_step_tokens
+        page_size = self._pool.page_size
         for sequence in tuple(self._running):
             if sequence.num_remaining == 1 and not sequence.preempting and sequence.phase is Phase.RUNNING:
-                pages = self._grow(sequence)
-                if pages is not None:
-                    planned.append((sequence, self._plan_rows(sequence, 1, pages)))
-                    budget -= 1
-        for sequence in self._running:
-            if budget and sequence.num_remaining > 1 and not sequence.preempting and sequence.phase is Phase.RUNNING:
-                count = min(budget, sequence.num_remaining)
-                planned.append((sequence, self._plan_rows(sequence, count, ())))
-                budget -= count
+                pages = _NO_PAGES
+                if sequence.num_scheduled >= len(sequence.pages) * page_size:
+                    grown = self._grow(sequence)
+                    if grown is None:
+                        continue
+                    pages = grown
+                planned.append((sequence, self._plan_rows(sequence, 1, pages)))
+                budget -= 1
         missed: set[str] = set()
-        self._admit(planned, budget, missed)
+        self._fill(planned, budget, favoured, missed)
+        self._note_hunger()
         if not planned:
             return None if not missed else Plan((), 0, frozenset(missed))
-        planned.sort(key=lambda item: (item[1].count > 1, item[1].slot))
-        rows = tuple(item[1] for item in planned)
-        plan = Plan(rows, sum(item.count for item in rows), frozenset(missed))
-        self._in_flight.append((plan, tuple(item[0] for item in planned)))
+        planned.sort(key=_place_in_step)
+        rows = tuple([item[1] for item in planned])
+        plan = Plan(rows, sum([item.count for item in rows]), frozenset(missed))
+        self._in_flight.append((plan, tuple([item[0] for item in planned])))
         return plan
 
-    def commit(self, plan: Plan, tokens: Seq[int | None]) -> Outcome:
+    def commit(self, plan: Plan, tokens: Seq[int | None], *, seconds: float = 0.0) -> Outcome:
         """Takes the results of the oldest plan that is not committed.
 
         Args:
             plan: That plan.
             tokens: The sampled token of each of its rows that samples, in order; None where the logits were not finite.
+            seconds: How long it ran; 0 when that is not known.
         """
         committed, sequences = self._in_flight.popleft()
         assert committed is plan, "plans are committed in the order in which they were made"
+        self._admission.observe(self._cost, seconds)
+        self._cost = 0.0
         deltas: list[Delta] = []
         failed: list[Failed] = []
         not_finite: list[NotFinite] = []
         results = iter(tokens)
+        page_size = self._pool.page_size
         for sequence, rows in zip(sequences, plan.rows, strict=True):
             sequence.in_flight -= 1
             if rows.sampling is not None:
@@ -221,9 +235,11 @@ class Scheduler:
                     failed.append(Failed(request_id, "INTERNAL", "the model gave values that are not finite"))
                     not_finite.append(NotFinite(sequence.submit.version, request_id))
                     self._end(sequence)
-                    self._distrust(sequence)
+                    self.prefix.distrust(sequence)
                 else:
-                    self._name_pages(sequence, rows.start + rows.count)
+                    num_computed = rows.start + rows.count
+                    if num_computed - sequence.num_named * page_size >= page_size:
+                        self.prefix.keep(sequence, num_computed)
                     deltas.append(self._append(sequence, token))
             if sequence.in_flight == 0:
                 if sequence.phase is Phase.ENDED:
@@ -232,137 +248,108 @@ class Scheduler:
                     self._requeue(sequence)
         return Outcome(tuple(deltas), tuple(failed), tuple(not_finite))
 
-    def bar(self, version: str) -> None:
-        """Drops what is kept of a version that was taken away, and keeps nothing of it until `unbar`."""
-        self._pool.forget(version)
-        self._barred.setdefault(version, False)
-
-    def unbar(self, version: str) -> None:
-        """Lets a version's pages be kept again, unless it ever gave values that are not finite."""
-        if self._barred.get(version) is False:
-            del self._barred[version]
-
-    def _distrust(self, sequence: Sequence) -> None:
-        """Drops what is kept of the version (of the tenant's own base pages) whose values were not finite."""
-        version = sequence.submit.version
-        if version is None:
-            self._pool.forget(None, sequence.submit.tenant)
-            return
-        self._pool.forget(version)
-        self._barred[version] = True
-        if len(self._barred) > _MAX_BARRED:
-            del self._barred[next(iter(self._barred))]
-
-    def _name_pages(self, sequence: Sequence, num_computed: int) -> None:
-        """Names the pages that are full of committed positions; their values led to a finite result."""
-        num_full = num_computed // self._pool.page_size
-        if sequence.chain is None or num_full <= sequence.num_named or sequence.submit.version in self._barred:
-            return
-        if len(sequence.keys) < num_full:
-            sequence.chain.extend(sequence.keys, sequence.tokens[: num_full * self._pool.page_size])
-        for index in range(sequence.num_named, num_full):
-            self._pool.name(sequence.pages[index], sequence.keys[index], version=sequence.submit.version)
-        sequence.num_named = num_full
-
     def _append(self, sequence: Sequence, token: int) -> Delta:
-        index = sequence.num_output
+        submit, num_tokens = sequence.submit, len(sequence.tokens)
+        index = num_tokens - len(submit.prompt)
         sequence.tokens.append(token)
-        self._waiting.charge(sequence, 1)
         finish: FinishReason | None = None
-        if token in sequence.submit.sampling.stop_token_ids:
+        if token in submit.sampling.stop_token_ids:
             finish = "stop"
-        elif index + 1 >= sequence.max_new:
+        elif num_tokens + 1 >= sequence.last:
             finish = "length"
         if finish is not None:
+            self._admission.finished(index + 1)
             self._end(sequence)
-        return Delta(sequence.submit.request_id, index, (token,), finish, len(sequence.submit.prompt))
+        return Delta(submit.request_id, index, (token,), finish, len(submit.prompt))
 
     def _plan_rows(self, sequence: Sequence, count: int, new_pages: Iterable[int], *, num_shared: int = 0) -> PlannedRows:
-        """Counts the rows as done and describes them."""
+        """Counts the rows as done, charges them and describes them."""
         start = sequence.num_scheduled
         end = start + count
-        samples = end == len(sequence.tokens) + sequence.pending
-        sample_index = sequence.num_output + sequence.pending
+        submit, tokens = sequence.submit, sequence.tokens
+        num_known = len(tokens) + sequence.pending
+        samples = end == num_known
         pages = tuple(new_pages)
-        sampling = sequence.submit.sampling
-        tracks = len(pages) == len(sequence.pages) and sampling.repetition_penalty != 1.0
+        sampling = submit.sampling
+        num_before = len(sequence.pages) - len(pages)
+        tracks = not num_before and sampling.repetition_penalty != 1.0
         sequence.num_scheduled = end
         sequence.in_flight += 1
-        sequence.pending += samples
+        if samples:
+            sequence.pending += 1
+            if sequence.is_unfinished:
+                sequence.is_unfinished = False
+                sequence.account.unfinished.remove(sequence)
+        if end > sequence.num_charged:
+            self._charge(sequence, start, end)
         return PlannedRows(
             seat=sequence.seat,
-            slot=sequence.slot,
+            slot=-1 if sequence.lease is None else sequence.lease.slot,
             start=start,
             count=count,
-            ids=tuple(sequence.tokens[start:end]),
+            ids=tuple(tokens[start:end]),
             new_pages=pages,
-            num_pages_before=len(sequence.pages) - len(pages),
+            num_pages_before=num_before,
             sampling=sampling if samples else None,
-            sample_index=sample_index,
-            history=tuple(sequence.tokens) if tracks else None,
+            sample_index=num_known - len(submit.prompt),
+            history=tuple(tokens) if tracks else None,
             num_shared_pages=num_shared,
         )
 
-    def _grow(self, sequence: Sequence) -> list[int] | None:
-        """Gets the page for one more row; returns the new pages, or None when the sequence must stand back in this step."""
-        missing = self._pool.pages_for(sequence.num_scheduled + 1) - len(sequence.pages)
-        while missing > self._pool.num_free:
-            if any(other.preempting or other.phase is Phase.ENDED for other in self._running):
-                return None
-            victim = self._running[-1]
-            if victim is self._running[0]:
-                return None
-            self._preempt(victim)
-            if victim is sequence:
-                return None
-        submit = sequence.submit
-        taken = self._pool.take(missing, submit.tenant, weight=submit.weight) if missing > 0 else []
-        sequence.pages += taken
-        return taken
+    def _charge(self, sequence: Sequence, start: int, end: int) -> None:
+        """Charges the positions that were neither computed before nor found in the cache, and their part of the rank rows."""
+        prices, submit, charged = self._prices, sequence.submit, sequence.num_charged
+        count = end - (max(start, charged))
+        cost = count * (prices.prefill_token if start < len(submit.prompt) else prices.decode_token)
+        if submit.version is not None:
+            cost += prices.rank_row * sequence.rank_rows / self._active[submit.version]
+        sequence.num_charged = end
+        sequence.account.service += cost / sequence.account.weight
+        self._cost += cost
 
-    def _preempt(self, sequence: Sequence) -> None:
-        sequence.preempting = True
-        if sequence.in_flight == 0:
-            self._requeue(sequence)
+    def _wake(self) -> None:
+        """Lets requests be tried again whose adapter came, or cannot come while others hold leases."""
+        for version, num_bytes in self._adapters.arrived().items():
+            account = self._tenants.unpark(version)
+            if account is not None:
+                account.service += num_bytes / _MIB * self._limits.prices.load_mib / account.weight
+        starved = [
+            version
+            for version in itertools.islice(self._tenants.parked_versions, _MAX_STARVED)
+            if self._adapters.is_starved(version)
+        ]
+        for version in starved:
+            self._tenants.unpark(version)
 
-    def _requeue(self, sequence: Sequence) -> None:
-        """Sends a preempted sequence back: it keeps its lease and recomputes all its tokens later."""
-        self._leave(sequence)
-        sequence.preempting = False
-        sequence.num_scheduled = sequence.num_named = 0
-        sequence.phase = Phase.WAITING
-        bisect.insort(self._preempted, sequence, key=lambda other: other.order)
-
-    def _admit(self, planned: list[tuple[Sequence, PlannedRows]], budget: int, missed: set[str]) -> None:
-        """Moves waiting sequences to the running ones while seats, budget, pages and adapters allow.
+    def _fill(self, planned: list[tuple[Sequence, PlannedRows]], budget: int, favoured: list[Sequence], missed: set[str]) -> None:
+        """Goes on with prompts and starts waiting ones while seats, budget, pages and adapters allow.
 
         Who lacks something is passed over, but not for ever: past `max_passes` it becomes the barrier, which is tried first and
         behind which nobody takes what it lacks (pages: nobody at all; rank rows or a slot: no other adapter).
         """
-        while self._preempted and self._seats and budget:
-            sequence = self._preempted[0]
-            if not self._has_pages(sequence):
-                return
-            del self._preempted[0]
-            budget -= self._start(sequence, planned, budget)
         passed: list[Sequence] = []
         num_before = self._num_admitted
         barrier = self._barrier if self._barrier is not None and self._barrier.phase is Phase.WAITING else None
         self._barrier = None
-        candidates = itertools.chain([barrier] if barrier else [], self._waiting.in_order())
-        for sequence in itertools.islice(candidates, self._limits.max_scan):
-            if not self._seats or not budget:
+        first = [barrier, *favoured] if barrier is not None and barrier not in favoured else favoured
+        for sequence in itertools.chain(first, self._tenants.in_order(self._seats, max_scan=self._limits.max_scan)):
+            if not budget:
                 break
-            if sequence.phase is not Phase.WAITING:
+            if sequence.phase is Phase.RUNNING:
+                if sequence.is_unfinished and not sequence.preempting:
+                    count = min(budget, sequence.num_remaining)
+                    planned.append((sequence, self._plan_rows(sequence, count, ())))
+                    budget -= count
+                continue
+            if sequence.phase is Phase.ENDED or not self._seats:
                 continue
             lack = self._lack(sequence, missed)
             if lack is None:
-                self._waiting.admit(sequence)
-                self._await_no_more(sequence.submit.version)
-                sequence.order = self._num_admitted
-                self._num_admitted += 1
                 budget -= self._start(sequence, planned, budget)
+            elif lack is _Lack.IMAGE:
+                self._tenants.park(sequence)
             elif lack is not _Lack.TURN:
+                sequence.account.lacks_pages = lack is _Lack.PAGES
                 passed.append(sequence)
                 if sequence.passes >= self._limits.max_passes:
                     self._barrier = sequence
@@ -374,15 +361,18 @@ class Scheduler:
 
     def _lack(self, sequence: Sequence, missed: set[str]) -> _Lack | None:
         """Says what keeps a waiting sequence from starting; when nothing does, it holds its lease."""
-        version = sequence.submit.version
-        if version in missed or (version is not None and self._barrier is not None):
-            return _Lack.TURN
+        version = None if sequence.lease is not None else sequence.submit.version
+        if version is not None:
+            if version in missed:
+                return _Lack.TURN if self._adapters.is_starved(version) else _Lack.IMAGE
+            if self._barrier is not None:
+                return _Lack.TURN
         if not self._has_pages(sequence):
             return _Lack.PAGES
         if version is None or self._lease(sequence, version, missed):
             return None
         if version in missed and not self._adapters.is_starved(version):
-            return _Lack.TURN
+            return _Lack.IMAGE
         return _Lack.ROOM
 
     def _has_pages(self, sequence: Sequence) -> bool:
@@ -391,13 +381,9 @@ class Scheduler:
         num_free = self._pool.num_free
         needed = self._pool.pages_for(len(sequence.tokens) + 1) + spare
         if needed > num_free and sequence.keys:
-            shared = self._shared_pages(sequence)
+            shared = self.prefix.find(sequence)
             needed -= len(shared) - self._pool.num_kept_of(shared)
         return needed <= num_free or (spare == 0 and self._pool.pages_for(len(sequence.tokens)) <= num_free)
-
-    def _shared_pages(self, sequence: Sequence) -> list[int]:
-        """Returns the pages that hold its beginning; never its last token, which is computed so that there is a result."""
-        return self._pool.find(sequence.keys[: (len(sequence.tokens) - 1) // self._pool.page_size])
 
     def _lease(self, sequence: Sequence, version: str, missed: set[str]) -> bool:
         lease = self._adapters.acquire(version)
@@ -412,38 +398,149 @@ class Scheduler:
             self._active_rows += rows
         self._active[version] = self._active.get(version, 0) + 1
         sequence.lease = lease
+        sequence.rank_rows = rows
         return True
 
     def _start(self, sequence: Sequence, planned: list[tuple[Sequence, PlannedRows]], budget: int) -> int:
         """Seats a sequence, gives it pages for all its known tokens, plans its first rows and returns how many."""
+        if sequence.order < 0:
+            self._await_no_more(sequence.submit.version)
+            sequence.order = self._num_admitted
+            self._num_admitted += 1
+        self._tenants.start(sequence)
+        sequence.account.lacks_pages = False
         sequence.phase = Phase.RUNNING
+        sequence.is_unfinished = True
         sequence.seat = self._seats.pop()
-        bisect.insort(self._running, sequence, key=lambda other: other.order)
+        bisect.insort(self._running, sequence, key=_order)
         submit, num_tokens = sequence.submit, len(sequence.tokens)
-        shared = self._shared_pages(sequence) if sequence.keys else []
-        self._pool.share(shared)
-        fresh = self._pool.take(self._pool.pages_for(num_tokens) - len(shared), submit.tenant, weight=submit.weight)
-        sequence.pages += shared + fresh
-        sequence.num_named = len(shared)
-        sequence.num_scheduled = len(shared) * self._pool.page_size
-        if sequence.chain is not None:
-            self.prefix_queries += num_tokens
-            self.prefix_hits += sequence.num_scheduled
+        num_shared = self.prefix.share(sequence)
+        sequence.num_charged = max(sequence.num_charged, sequence.num_scheduled)
+        sequence.pages += self._pool.take(self._pool.pages_for(num_tokens) - num_shared, submit.tenant, weight=submit.weight)
         count = min(budget, num_tokens - sequence.num_scheduled)
-        planned.append((sequence, self._plan_rows(sequence, count, sequence.pages, num_shared=len(shared))))
+        planned.append((sequence, self._plan_rows(sequence, count, sequence.pages, num_shared=num_shared)))
         return count
+
+    def _note_hunger(self) -> None:
+        """Counts the steps in which a tenant waits although it holds less than its share of what it lacks."""
+        if not self._tenants.num_waiting:
+            return
+        for account in self._tenants.active:
+            if account.is_backlogged and (
+                (account.lacks_pages and self._pool.held_by(account.name) < self._share_of_pages(account))
+                if self._seats
+                else self._seats_due(account) > 0
+            ):
+                account.num_hungry += 1
+            else:
+                account.num_hungry = 0
+
+    def _relieve(self) -> list[Sequence]:
+        """Lets tenants give way that hold more than their share while another has waited below its own for too long.
+
+        Returns the requests for which room was made; they are tried first.
+        """
+        if not self._tenants.num_waiting:
+            return []
+        hungry = [account for account in self._tenants.active if account.num_hungry >= self._limits.patience]
+        if not hungry or any(sequence.preempting for sequence in self._running):
+            return []
+        favoured: list[Sequence] = []
+        for account in sorted(hungry, key=lambda account: account.service):
+            waiting = itertools.chain(account.returning, account.waiting.values())
+            for sequence in tuple(itertools.islice(waiting, max(0, self._seats_due(account)))):
+                if not self._make_room(sequence, num_before=len(favoured)):
+                    break
+                favoured.append(sequence)
+        return favoured
+
+    def _make_room(self, sequence: Sequence, *, num_before: int) -> bool:
+        """Preempts until a seat and pages are free for a request beside those that others were promised, or none may be."""
+        while len(self._seats) <= num_before or not self._has_pages(sequence):
+            by_seats = len(self._seats) <= num_before
+            victim = self._most_over(by_seats=by_seats, beneficiary=sequence.account)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if victim.preempting:
+                return False
+        return True
+
+    def _most_over(self, *, by_seats: bool, beneficiary: Account) -> Sequence | None:
+        """Returns the newest request of the tenant most over its share of seats or pages, but never a tenant's oldest one."""
+        most, victim = 0.0, None
+        for account in self._tenants.active:
+            if len(account.running) < 2 or account is beneficiary:
+                continue
+            over = -float(self._seats_due(account)) if by_seats else self._excess_of_pages(account)
+            newest = account.running[-1]
+            if over / account.weight > most and newest.phase is Phase.RUNNING:
+                most, victim = over / account.weight, newest
+        return victim
+
+    def _seats_due(self, account: Account) -> int:
+        """Returns how many seats a tenant may still claim; below 0 it holds more than its share."""
+        return max(1, int(self._tenants.share(account) * self._limits.max_sequences)) - len(account.running)
+
+    def _share_of_pages(self, account: Account) -> float:
+        return self._tenants.share(account) * self._pool.num_pages
+
+    def _excess_of_pages(self, account: Account) -> float:
+        return self._pool.held_by(account.name) - self._share_of_pages(account)
+
+    def _grow(self, sequence: Sequence) -> list[int] | None:
+        """Gets the page for one more row; returns the new pages, or None when the sequence must stand back in this step."""
+        missing = self._pool.pages_for(sequence.num_scheduled + 1) - len(sequence.pages)
+        while missing > self._pool.num_free:
+            if any(other.preempting or other.phase is Phase.ENDED for other in self._running):
+                return None
+            victim = self._page_victim(sequence)
+            if victim is self._running[0]:
+                return None
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+        submit = sequence.submit
+        taken = self._pool.take(missing, submit.tenant, weight=submit.weight)
+        sequence.pages += taken
+        return taken
+
+    def _page_victim(self, grower: Sequence) -> Sequence:
+        """Returns the newest request of the tenant most over its share of pages, the one that grows counted as it will be.
+
+        A tenant's oldest request goes only when nothing else of anybody does, and the oldest of all never.
+        """
+        ranked = [
+            (len(account.running) > 1, (self._excess_of_pages(account) + (account is grower.account)) / account.weight, account)
+            for account in self._tenants.active
+            if account.running and account.running[-1] is not self._running[0]
+        ]
+        if not ranked:
+            return self._running[-1]
+        over = [entry for entry in ranked if entry[1] > 0]
+        return max(over or ranked, key=lambda entry: entry[:2])[2].running[-1]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        sequence.preempting = True
+        if sequence.in_flight == 0:
+            self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Sends a preempted sequence back: it keeps its lease and recomputes later what the cache does not have."""
+        self._leave(sequence, returns=True)
+        sequence.preempting = False
+        sequence.num_scheduled = sequence.num_named = 0
+        sequence.phase = Phase.WAITING
 
     def _end(self, sequence: Sequence) -> None:
         """Ends a sequence; what it holds goes back at once, or when its last rows are committed."""
         del self._sequences[sequence.submit.request_id]
         if sequence.phase is Phase.WAITING:
+            self._tenants.discard(sequence)
             if sequence.order < 0:
-                self._waiting.discard(sequence)
                 version = sequence.submit.version
                 if self._await_no_more(version) and version is not None:
                     self._adapters.withdraw(version)
-            else:
-                self._preempted.remove(sequence)
         sequence.phase = Phase.ENDED
         if sequence.in_flight == 0:
             self._give_back(sequence)
@@ -460,7 +557,7 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         if sequence.seat >= 0:
-            self._leave(sequence)
+            self._leave(sequence, returns=False)
         lease, version = sequence.lease, sequence.submit.version
         if lease is not None and version is not None:
             sequence.lease = None
@@ -470,9 +567,19 @@ class Scheduler:
                 self._active_rows -= aligned_rank(lease.rank)
             self._adapters.release(lease)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence, *, returns: bool) -> None:
         """Frees pages and seat."""
         self._running.remove(sequence)
+        self._tenants.stop(sequence, returns=returns)
+        sequence.is_unfinished = False
         self._pool.give_back(sequence.pages)
         self._seats.append(sequence.seat)
         sequence.seat = -1
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order
+
+
+def _place_in_step(item: tuple[Sequence, PlannedRows]) -> tuple[bool, int]:
+    return item[1].count > 1, item[1].slot

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from dataplane.engine.messages import Submit
 from dataplane.engine.prefix import PageKeys
 from dataplane.lora.residency import Lease
+
+if TYPE_CHECKING:
+    from dataplane.engine.fairness import Account
 
 
 class Phase(enum.Enum):
@@ -29,6 +33,7 @@ class Sequence:
         submit: What was asked.
         order: Ordinal by which running sequences are ranked; lower is older. Kept over preemption.
         deadline: Reading of the engine's clock at which the request fails; None for no limit.
+        last: Tokens of prompt and output together at most.
         max_new: Tokens to generate at most, cut to what the context allows.
         tokens: Prompt and output.
         num_scheduled: Positions computed or planned.
@@ -37,6 +42,11 @@ class Sequence:
         pages: KV pages, in order of positions.
         chain: What extends `keys`; None when its pages are not shared.
         keys: Keys of its full pages, from the first on, as far as they are known.
+        account: Its tenant's, from the moment it is queued.
+        is_parked: It waits for its adapter to be loaded.
+        is_unfinished: It runs, and its known tokens are not all planned.
+        num_charged: Positions that its tenant was charged for, or got from the cache.
+        rank_rows: Rank rows that its adapter takes in a step.
         num_named: Pages whose contents are committed and which have their names.
         seat: Row in per-sequence device state; -1 when it has none.
         lease: Held from admission to the end; None for the base.
@@ -45,12 +55,17 @@ class Sequence:
     """
 
     __slots__ = (
+        "account",
         "chain",
         "deadline",
         "in_flight",
+        "is_parked",
+        "is_unfinished",
         "keys",
+        "last",
         "lease",
         "max_new",
+        "num_charged",
         "num_named",
         "num_scheduled",
         "order",
@@ -59,6 +74,7 @@ class Sequence:
         "pending",
         "phase",
         "preempting",
+        "rank_rows",
         "seat",
         "submit",
         "tokens",
@@ -77,6 +93,7 @@ class Sequence:
         self.order = -1
         self.deadline = deadline
         self.max_new = min(submit.sampling.max_tokens, max_context - len(submit.prompt))
+        self.last = len(submit.prompt) + self.max_new
         self.tokens = list(submit.prompt)
         self.num_scheduled = 0
         self.pending = 0
@@ -85,6 +102,11 @@ class Sequence:
         self.chain = chain
         self.keys = list(keys)
         self.num_named = 0
+        self.account: Account
+        self.is_parked = False
+        self.is_unfinished = False
+        self.num_charged = 0
+        self.rank_rows = 0
         self.seat = -1
         self.lease: Lease | None = None
         self.phase = Phase.WAITING
@@ -99,9 +121,8 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Positions that are neither computed nor planned; 0 when the last token it may generate is already on its way."""
-        if self.num_output + self.pending >= self.max_new:
-            return 0
-        return len(self.tokens) + self.pending - self.num_scheduled
+        num_known = len(self.tokens) + self.pending
+        return 0 if num_known >= self.last else num_known - self.num_scheduled
 
     @property
     def slot(self) -> int:

@@ -23,6 +23,8 @@ class FakeAdapters:
         self.leases: dict[int, str] = {}
         self.withdrawn: list[str] = []
         self._next = 0
+        self.seen = set(self.resident)
+        self.load_bytes = 0
 
     def acquire(self, version: str) -> Lease | None:
         if version not in self.resident:
@@ -36,6 +38,11 @@ class FakeAdapters:
 
     def withdraw(self, version: str) -> None:
         self.withdrawn.append(version)
+
+    def arrived(self) -> dict[str, int]:
+        arrived = self.resident - self.seen
+        self.seen = set(self.resident)
+        return dict.fromkeys(arrived, self.load_bytes)
 
     def is_starved(self, version: str) -> bool:
         return version in self.starved
@@ -185,6 +192,9 @@ def assert_idle(scheduler: Scheduler, adapters: FakeAdapters | None = None) -> N
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_pages_used) == (0, 0, 0)
     assert scheduler.request_ids == ()
     assert (scheduler._active, scheduler._active_rows, scheduler._awaited) == ({}, 0, {})
+    tenants = scheduler._tenants
+    assert (tenants._num_active, tenants._weights, tenants._parked, list(tenants.active)) == (0, 0, {}, [])
+    assert all(tenants.queue_of(name) == (0, 0) for name in tenants._accounts)
     assert scheduler._pool.num_free == scheduler._pool.num_pages
     assert scheduler._pool.num_kept == len(scheduler._pool._names) == len(scheduler._pool._index)
     assert sum(account.held for account in scheduler._pool._accounts.values()) == 0

@@ -18,13 +18,13 @@ PROMPT = tuple(range(10, 22))
 
 def hits(loop: Loop, *, prompt: tuple[int, ...] = PROMPT, **fields: Any) -> int:
     """Runs one request to its end and returns how many of its tokens were found in the cache."""
-    before = loop.scheduler.prefix_hits
+    before = loop.scheduler.prefix.hits
     name = f"r{len(loop.finished)}"
     fields = {"max_tokens": 1, "tenant": "x", "cache_salt": "sx"} | fields
     add(loop.scheduler, submit(name, prompt, **fields))
     loop.run()
     assert loop.outputs[name] == expected(prompt, fields["max_tokens"], ())
-    return loop.scheduler.prefix_hits - before
+    return loop.scheduler.prefix.hits - before
 
 
 def test_a_repeated_prompt_is_reused_but_for_its_last_page() -> None:
@@ -124,13 +124,13 @@ def test_a_version_that_is_taken_away_leaves_nothing_and_may_come_back() -> None
     loop = Loop(make(adapters=FakeAdapters({"v1r3"})))
     scheduler = loop.scheduler
     assert hits(loop, version="v1r3") == 0
-    scheduler.bar("v1r3")
+    scheduler.prefix.bar("v1r3")
     assert [hits(loop, version="v1r3"), hits(loop, version="v1r3")] == [0, 0]
-    scheduler.unbar("v1r3")
+    scheduler.prefix.unbar("v1r3")
     assert [hits(loop, version="v1r3"), hits(loop, version="v1r3")] == [0, 8]
-    scheduler._barred["v1r3"] = True
-    scheduler.unbar("v1r3")
-    assert "v1r3" in scheduler._barred
+    scheduler.prefix._barred["v1r3"] = True
+    scheduler.prefix.unbar("v1r3")
+    assert "v1r3" in scheduler.prefix._barred
 
 
 async def test_the_model_gives_the_same_tokens_with_a_warm_cache(tiny_config: Callable[..., EngineConfig], plain: Any) -> None:
