@@ -33,6 +33,7 @@ class Sequence:
         submit: What was asked.
         order: Ordinal by which running sequences are ranked; lower is older. Kept over preemption.
         deadline: Reading of the engine's clock at which the request fails; None for no limit.
+        num_prompt: Tokens of the prompt.
         last: Tokens of prompt and output together at most.
         max_new: Tokens to generate at most, cut to what the context allows.
         tokens: Prompt and output.
@@ -67,6 +68,7 @@ class Sequence:
         "max_new",
         "num_charged",
         "num_named",
+        "num_prompt",
         "num_scheduled",
         "order",
         "pages",
@@ -93,6 +95,7 @@ class Sequence:
         self.order = -1
         self.deadline = deadline
         self.max_new = min(submit.sampling.max_tokens, max_context - len(submit.prompt))
+        self.num_prompt = len(submit.prompt)
         self.last = len(submit.prompt) + self.max_new
         self.tokens = list(submit.prompt)
         self.num_scheduled = 0

@@ -67,6 +67,7 @@ class Device:
 
     def run(self, plan: Plan) -> list[int | None]:
         out: list[int | None] = []
+        assert plan.num_tokens == sum(rows.count for rows in plan.rows)
         for rows in plan.rows:
             table = self.tables.setdefault(rows.seat, [])
             del table[rows.num_pages_before :]
