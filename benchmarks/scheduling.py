@@ -6,24 +6,32 @@ floods, and another's requests come one by one; and a long prompt that a tenant 
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from benchmarks import report
 from benchmarks.report import Row
+from dataplane.engine.client import EngineClient
 from dataplane.engine.collector import tame
+from dataplane.engine.config import EngineConfig
 from dataplane.engine.intake import Intake
 from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.limits import Limits
-from dataplane.engine.messages import Sampling, Submit
+from dataplane.engine.messages import Event, Sampling, State, Submit, Tokens
 from dataplane.engine.scheduler import Scheduler
 from dataplane.lora.residency import Lease
+from demo.prepare import prepare
 
 SEED = 20_26
 RUNNING, QUEUED, TENANTS, VERSIONS = 256, 10_000, 100, 64
+SEATS, OUTPUT = 16, 48
 
 
 class _Resident:
@@ -112,3 +120,158 @@ def measure_schedule(*, steps: int = 2000, warm_up: int = 300) -> list[Row]:
         Row("schedule_ms", statistics.fmean(taken) * 1e3, unit="ms", target="<= 0.6"),
         Row("schedule_p99_ms", taken[len(taken) * 99 // 100] * 1e3, unit="ms", target="<= 1.5"),
     ]
+
+
+class _Counting(EngineClient):
+    """Counts steps as their tokens come, in the order in which the engine sent them."""
+
+    num_steps = 0
+    steps_at_state = 0
+
+    def _receive(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.num_steps += isinstance(event, Tokens)
+            if isinstance(event, State):
+                self.steps_at_state = self.num_steps
+            super()._receive((event,))
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """When a request's first token came after it was sent."""
+
+    seconds: float
+    steps: int
+
+
+class _Load:
+    """Requests of several tenants on one engine."""
+
+    def __init__(self, client: _Counting) -> None:
+        self._client = client
+        self._random = random.Random(SEED)
+        self._count = 0
+        self.tokens: Counter[str] = Counter()
+
+    def request(self, tenant: str, *, prompt: int, output: int, salt: str = "", beginning: Sequence[int] = ()) -> Submit:
+        """Makes a request of random tokens that runs to its full length."""
+        self._count += 1
+        own = [self._random.randrange(10, 40_000) for _ in range(prompt)]
+        sampling = Sampling(max_tokens=output, temperature=0.0)
+        return Submit(
+            request_id=f"{tenant}-{self._count}", tenant=tenant, prompt=(*beginning, *own), sampling=sampling, cache_salt=salt
+        )
+
+    async def run(self, submit: Submit) -> _First:
+        """Runs a request to its end and returns when its first token came."""
+        first: _First | None = None
+        started = time.perf_counter()
+        state = asyncio.create_task(self._client.state())
+        await asyncio.sleep(0)  # the query goes first, in the same message
+        async for delta in self._client.submit(submit):
+            if first is None:
+                first = _First(time.perf_counter() - started, self._client.num_steps - self._client.steps_at_state)
+            self.tokens[submit.tenant] += len(delta.ids)
+        await state
+        assert first is not None, "every request has a token"
+        return first
+
+    async def begun(self, tenants: Sequence[str]) -> None:
+        """Waits until each of the tenants has had a token."""
+        while not all(self.tokens[tenant] for tenant in tenants):
+            await self._client.state()
+
+    async def keep_busy(self, tenant: str, *, prompt: int, output: int) -> None:
+        """Sends one request of a tenant after the other, until it is cancelled."""
+        while True:
+            async for delta in self._client.submit(self.request(tenant, prompt=prompt, output=output)):
+                self.tokens[tenant] += len(delta.ids)
+
+
+async def _victim(client: _Counting, tenants: Sequence[str], *, prompt: int, count: int) -> list[_First]:
+    """Keeps an engine full and sends one request of another tenant after the other; returns their first tokens."""
+    load = _Load(client)
+    busy = [
+        asyncio.create_task(load.keep_busy(tenants[index % len(tenants)], prompt=prompt, output=OUTPUT))
+        for index in range(4 * SEATS)
+    ]
+    try:
+        await load.begun(tenants[:1])
+        return [await load.run(load.request("victim", prompt=prompt, output=1)) for _ in range(count)]
+    finally:
+        for task in busy:
+            task.cancel()
+        await asyncio.gather(*busy, return_exceptions=True)
+
+
+async def _share(client: _Counting, *, seconds: float) -> float:
+    """Returns a backlogged tenant's part of all tokens over its weight's part, while another sends ten times as much."""
+    load = _Load(client)
+    counts = {"flood": 10 * SEATS, "victim": SEATS}
+    busy = [
+        asyncio.create_task(load.keep_busy(tenant, prompt=32, output=OUTPUT))
+        for tenant, count in counts.items()
+        for _ in range(count)
+    ]
+    try:
+        await load.begun(list(counts))
+        load.tokens.clear()
+        await asyncio.sleep(seconds)
+        return 2 * load.tokens["victim"] / load.tokens.total()
+    finally:
+        for task in busy:
+            task.cancel()
+        await asyncio.gather(*busy, return_exceptions=True)
+
+
+async def _prefix(client: _Counting, *, count: int) -> float:
+    """Returns the time to the first token without the prefix cache over that with it."""
+    load = _Load(client)
+    beginning = [load._random.randrange(10, 40_000) for _ in range(1000)]
+    medians = []
+    for salt in ("", "salt"):
+        times = [await load.run(load.request("t", prompt=32, output=1, salt=salt, beginning=beginning)) for _ in range(count + 1)]
+        medians.append(statistics.median(first.seconds for first in times[1:]))
+    return medians[0] / medians[1]
+
+
+async def measure_engine(*, count: int = 25, seconds: float = 10.0) -> list[Row]:
+    """Measures what one tenant sees of another's flood, and what a repeated beginning saves."""
+    config = EngineConfig(
+        model_dir=str(prepare()), max_sequences=SEATS, max_step_tokens=512, max_context=1200, kv_bytes=1 << 30, arena_bytes=0
+    )
+    client = await _Counting.start(config)
+    assert isinstance(client, _Counting), "`start` makes one of its own class"
+    try:
+        share = await _share(client, seconds=seconds)
+        steps, ratios = [], []
+        for prompt, number in ((32, count), (1000, max(1, count // 3))):
+            flood = await _victim(client, ["flood"], prompt=prompt, count=number)
+            equal = await _victim(client, [f"t{index}" for index in range(SEATS)], prompt=prompt, count=number)
+            steps.append(_p99([first.steps for first in flood]))
+            ratios.append(_p99([first.seconds for first in flood]) / _p99([first.seconds for first in equal]))
+        prefix = await _prefix(client, count=5)
+    finally:
+        await client.stop()
+    return [
+        Row("flood_share", share, target=">= 0.9"),
+        Row("flood_steps", steps[0], unit="steps", target="<= 3"),
+        Row("flood_steps_1000", steps[1], unit="steps"),
+        Row("flood_ttft", max(ratios), target="<= 1.5"),
+        Row("prefix_ttft", prefix, target=">= 6"),
+    ]
+
+
+def _p99(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) * 99 // 100]
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = report.parser("Measures the scheduler, the shares of tenants and the prefix cache.").parse_args()
+    rows = measure_schedule() + asyncio.run(measure_engine())
+    raise SystemExit(0 if report.publish(rows, path=arguments.json, title="scheduling, SmolLM2-135M, bfloat16") else 1)
+
+
+if __name__ == "__main__":
+    main()
