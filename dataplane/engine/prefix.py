@@ -26,7 +26,7 @@ class PageKeys:
         active_from: Position in the sequence at which the adapter starts; tokens before it are computed by the base.
     """
 
-    __slots__ = ("_active_from", "_base", "_page_size", "_salt", "_version")
+    __slots__ = ("_active_from", "_base", "_page_size", "_prefix", "_prefix_of", "_salt", "_version")
 
     def __init__(self, *, salt: str, base_digest: str, version: str | None, page_size: int, active_from: int = 0) -> None:
         assert salt, "without a salt nothing is shared"
@@ -35,24 +35,25 @@ class PageKeys:
         self._version = version
         self._page_size = page_size
         self._active_from = active_from
+        self._prefix: hashlib._Hash
+        self._prefix_of = -1
 
-    def extend(self, keys: list[bytes], tokens: Sequence[int]) -> None:
-        """Appends the keys of the full pages of `tokens` that `keys` lacks.
+    def extend(self, keys: list[bytes], tokens: Sequence[int], *, end: int | None = None) -> None:
+        """Appends the keys of the full pages of `tokens[:end]` that `keys` lacks.
 
         Raises:
             ValueError: A token is not in [0, 2³²).
         """
         size = self._page_size
-        pack = struct.Struct(f"<{size}I").pack
-        prefix, prefix_of = None, -1
+        stop = len(tokens) if end is None else end
         try:
-            for start in range(len(keys) * size, len(tokens) - size + 1, size):
+            for start in range(len(keys) * size, stop - size + 1, size):
                 active_from = self._offset(start)
-                if prefix is None or active_from != prefix_of:
-                    prefix, prefix_of = self._prefix(active_from), active_from
-                digest = prefix.copy()
-                digest.update(_field(b"p", keys[-1] if keys else b""))
-                digest.update(_field(b"t", pack(*tokens[start : start + size])))
+                if active_from != self._prefix_of:
+                    self._prefix, self._prefix_of = self._begin(active_from), active_from
+                digest = self._prefix.copy()
+                content = struct.pack(f"<{size}I", *tokens[start : start + size])
+                digest.update(_field(b"p", keys[-1] if keys else b"") + _field(b"t", content))
                 keys.append(digest.digest())
         except struct.error as error:
             raise ValueError("token ids must be in [0, 2**32)") from error
@@ -62,7 +63,7 @@ class PageKeys:
             return self._page_size
         return min(max(self._active_from - start, 0), self._page_size)
 
-    def _prefix(self, active_from: int) -> hashlib._Hash:
+    def _begin(self, active_from: int) -> hashlib._Hash:
         if self._version is None or active_from == self._page_size:
             namespace = _field(b"b", b"base")
         else:

@@ -46,7 +46,7 @@ class PrefixCache:
         if sequence.chain is None or num_full <= sequence.num_named or sequence.submit.version in self._barred:
             return
         if len(sequence.keys) < num_full:
-            sequence.chain.extend(sequence.keys, sequence.tokens[: num_full * self._pool.page_size])
+            sequence.chain.extend(sequence.keys, sequence.tokens, end=num_full * self._pool.page_size)
         for index in range(sequence.num_named, num_full):
             self._pool.name(sequence.pages[index], sequence.keys[index], version=sequence.submit.version)
         sequence.num_named = num_full

@@ -453,11 +453,9 @@ class Scheduler:
         if not self._tenants.num_waiting:
             return
         for account in self._tenants.active:
-            if account.is_backlogged and (
-                (account.lacks_pages and self._pool.held_by(account.name) < self._share_of_pages(account))
-                if self._seats
-                else self._seats_due(account) > 0
-            ):
+            if not (account.waiting or account.returning):
+                account.num_hungry = 0
+            elif (account.lacks_pages and self._excess_of_pages(account) < 0) if self._seats else self._seats_due(account) > 0:
                 account.num_hungry += 1
             else:
                 account.num_hungry = 0
