@@ -21,6 +21,7 @@ INTEGER_MODULES = (
     "dataplane.engine.prefix",
     "dataplane.engine.prefix_cache",
     "dataplane.engine.fairness",
+    "dataplane.engine.relief",
     "dataplane.engine.admission",
     "dataplane.engine.intake",
     "dataplane.lora.residency",

@@ -12,13 +12,14 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from dataplane.engine.admission import Admission
-from dataplane.engine.fairness import Account, Tenants
+from dataplane.engine.fairness import Tenants
 from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Delta, Failed, FinishReason, NotFinite, Submit
 from dataplane.engine.plan import Outcome, Plan, PlannedRows
 from dataplane.engine.prefix import PageKeys
 from dataplane.engine.prefix_cache import PrefixCache
+from dataplane.engine.relief import Relief
 from dataplane.engine.sequence import Phase, Sequence
 from dataplane.lora.residency import Lease
 from kernels.rows import aligned_rank
@@ -78,6 +79,7 @@ class Scheduler:
         self._cost = 0.0
         self._running: list[Sequence] = []
         self._seats = list(range(limits.max_sequences - 1, -1, -1))
+        self._relief = Relief(limits, pool, self._tenants, seats=self._seats, running=self._running)
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._active: dict[str, int] = {}
         self._active_rows = 0
@@ -180,13 +182,13 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """Plans a step, or returns None when nothing can run."""
         self._wake()
-        favoured = self._relieve()
+        favoured = self._relief.make_room(self._preempt, self._has_pages)
         planned: list[tuple[Sequence, PlannedRows]] = []
         self._plan_single(planned)
         num_single = len(planned)
         missed: set[str] = set()
         num_more = self._fill(planned, self._limits.max_step_tokens - num_single, favoured, missed)
-        self._note_hunger()
+        self._relief.note_hunger()
         if not planned:
             return None if not missed else Plan((), 0, frozenset(missed))
         planned.sort(key=_place_in_step)
@@ -448,78 +450,13 @@ class Scheduler:
         planned.append((sequence, self._plan_rows(sequence, count, sequence.pages, num_shared=num_shared)))
         return count
 
-    def _note_hunger(self) -> None:
-        """Counts the steps in which a tenant waits although it holds less than its share of what it lacks."""
-        if not self._tenants.num_waiting:
-            return
-        for account in self._tenants.active:
-            if not (account.waiting or account.returning):
-                account.num_hungry = 0
-            elif (account.lacks_pages and self._excess_of_pages(account) < 0) if self._seats else self._seats_due(account) > 0:
-                account.num_hungry += 1
-            else:
-                account.num_hungry = 0
-
-    def _relieve(self) -> list[Sequence]:
-        """Lets tenants give way that hold more than their share while another has waited below its own for too long.
-
-        Returns the requests for which room was made; they are tried first.
-        """
-        if not self._tenants.num_waiting:
-            return []
-        hungry = [account for account in self._tenants.active if account.num_hungry >= self._limits.patience]
-        if not hungry or any(sequence.preempting for sequence in self._running):
-            return []
-        favoured: list[Sequence] = []
-        for account in sorted(hungry, key=lambda account: account.service):
-            waiting = itertools.chain(account.returning, account.waiting.values())
-            for sequence in tuple(itertools.islice(waiting, max(0, self._seats_due(account)))):
-                if not self._make_room(sequence, num_before=len(favoured)):
-                    break
-                favoured.append(sequence)
-        return favoured
-
-    def _make_room(self, sequence: Sequence, *, num_before: int) -> bool:
-        """Preempts until a seat and pages are free for a request beside those that others were promised, or none may be."""
-        while len(self._seats) <= num_before or not self._has_pages(sequence):
-            by_seats = len(self._seats) <= num_before
-            victim = self._most_over(by_seats=by_seats, beneficiary=sequence.account)
-            if victim is None:
-                return False
-            self._preempt(victim)
-            if victim.preempting:
-                return False
-        return True
-
-    def _most_over(self, *, by_seats: bool, beneficiary: Account) -> Sequence | None:
-        """Returns the newest request of the tenant most over its share of seats or pages, but never a tenant's oldest one."""
-        most, victim = 0.0, None
-        for account in self._tenants.active:
-            if len(account.running) < 2 or account is beneficiary:
-                continue
-            over = -float(self._seats_due(account)) if by_seats else self._excess_of_pages(account)
-            newest = account.running[-1]
-            if over / account.weight > most and newest.phase is Phase.RUNNING:
-                most, victim = over / account.weight, newest
-        return victim
-
-    def _seats_due(self, account: Account) -> int:
-        """Returns how many seats a tenant may still claim; below 0 it holds more than its share."""
-        return max(1, int(self._tenants.share(account) * self._limits.max_sequences)) - len(account.running)
-
-    def _share_of_pages(self, account: Account) -> float:
-        return self._tenants.share(account) * self._pool.num_pages
-
-    def _excess_of_pages(self, account: Account) -> float:
-        return self._pool.held_by(account.name) - self._share_of_pages(account)
-
     def _grow(self, sequence: Sequence) -> list[int] | None:
         """Gets the page for one more row; returns the new pages, or None when the sequence must stand back in this step."""
         missing = self._pool.pages_for(sequence.num_scheduled + 1) - len(sequence.pages)
         while missing > self._pool.num_free:
             if any(other.preempting or other.phase is Phase.ENDED for other in self._running):
                 return None
-            victim = self._page_victim(sequence)
+            victim = self._relief.page_victim(sequence)
             if victim is self._running[0]:
                 return None
             self._preempt(victim)
@@ -529,21 +466,6 @@ class Scheduler:
         taken = self._pool.take(missing, submit.tenant, weight=submit.weight)
         sequence.pages += taken
         return taken
-
-    def _page_victim(self, grower: Sequence) -> Sequence:
-        """Returns the newest request of the tenant most over its share of pages, the one that grows counted as it will be.
-
-        A tenant's oldest request goes only when nothing else of anybody does, and the oldest of all never.
-        """
-        ranked = [
-            (len(account.running) > 1, (self._excess_of_pages(account) + (account is grower.account)) / account.weight, account)
-            for account in self._tenants.active
-            if account.running and account.running[-1] is not self._running[0]
-        ]
-        if not ranked:
-            return self._running[-1]
-        over = [entry for entry in ranked if entry[1] > 0]
-        return max(over or ranked, key=lambda entry: entry[:2])[2].running[-1]
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence.preempting = True
