@@ -20,6 +20,7 @@ from benchmarks.bare import Timing
 from benchmarks.contenders import Process
 from benchmarks.grpc_streams import GrpcStreams
 from benchmarks.report import Row
+from benchmarks.scheduling import measure_engine, measure_schedule
 from benchmarks.workload import Workload, adapter_name, write_adapters
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
@@ -161,6 +162,7 @@ def main() -> None:
             output_tokens=arguments.output_tokens,
         )
     )
+    rows += measure_schedule() + asyncio.run(measure_engine())
     title = f"{arguments.streams} streams, prompts of {arguments.prompt_tokens}, {arguments.output_tokens} tokens each, bfloat16"
     raise SystemExit(0 if report.publish(rows, path=arguments.json, title=title) else 1)
 

@@ -54,6 +54,12 @@ class Metrics:
         self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait.")
         self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Used part of the KV pages; 1 is all.")
         self._cache_config = Gauge("vllm:cache_config_info", "Always 1.", ("block_size", "num_gpu_blocks"), registry=registry)
+        self._prefix = {
+            "queries": counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", labels),
+            "hits": counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", labels),
+        }
+        self._prefix_seen = dict.fromkeys(self._prefix, 0)
+        self._base_name = base_name
         self._lora_info = Gauge(
             "vllm:lora_requests_info",
             "Time of the last look, in seconds since 1970; adapters on the device and adapters that requests wait for.",
@@ -162,6 +168,10 @@ class Metrics:
         self._waiting.set(state.waiting)
         self._kv_usage.set(state.kv_pages_used / max(state.kv_pages_total, 1))
         self._cache_config.labels(page_size, state.kv_pages_total).set(1)
+        for kind, count in (("queries", state.prefix_queries), ("hits", state.prefix_hits)):
+            seen = self._prefix_seen[kind]
+            self._prefix[kind].labels(self._base_name).inc(count - seen if count >= seen else count)
+            self._prefix_seen[kind] = count
         on_device = [holding for holding in state.holdings if holding.place == "device"]
         waiting = [holding.version for holding in state.holdings if holding.place == "loading"]
         self._lora_info.clear()

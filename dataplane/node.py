@@ -99,7 +99,7 @@ class Node:
         self.client = CatalogClient(self._channel, base_digest=base.digest)
         await self._enroll()
         self.supervisor = EngineSupervisor(
-            partial(EngineClient.start, _engine_config(settings), in_process=self._in_process),
+            partial(EngineClient.start, _engine_config(settings, base.digest), in_process=self._in_process),
             metrics=self.metrics,
             report_not_finite=self.client.report_not_finite,
         )
@@ -329,7 +329,7 @@ class Node:
         return None
 
 
-def _engine_config(settings: Settings) -> EngineConfig:
+def _engine_config(settings: Settings, base_digest: str) -> EngineConfig:
     return EngineConfig(
         model_dir=str(Path(settings.model_dir).resolve()),
         device=settings.device,
@@ -346,6 +346,7 @@ def _engine_config(settings: Settings) -> EngineConfig:
         max_step_rank_rows=settings.max_step_rank_rows,
         max_context=settings.max_context,
         max_waiting=settings.max_waiting,
+        base_digest=base_digest,
     )
 
 

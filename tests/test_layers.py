@@ -18,6 +18,12 @@ INTEGER_MODULES = (
     "dataplane.engine.sequence",
     "dataplane.engine.scheduler",
     "dataplane.engine.kv_cache",
+    "dataplane.engine.prefix",
+    "dataplane.engine.prefix_cache",
+    "dataplane.engine.fairness",
+    "dataplane.engine.relief",
+    "dataplane.engine.admission",
+    "dataplane.engine.intake",
     "dataplane.lora.residency",
 )
 

@@ -53,6 +53,8 @@ class DeviceAdapters:
         self._fault: Exception | None = None
         self._work: queue.SimpleQueue[tuple[str, Path, int] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Copied | Note] = queue.SimpleQueue()
+        self._arrived: dict[str, int] = {}
+        self._opened: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._poked = False
         self._blocked = False
         self._stopping = False
@@ -83,6 +85,13 @@ class DeviceAdapters:
         """See `Residency.withdraw`."""
         self.residency.withdraw(version)
         self._asked.discard(version)
+
+    def arrived(self) -> dict[str, int]:
+        """Returns the versions that may have come to the device since the last call, with the bytes that were copied."""
+        arrived, self._arrived = self._arrived, {}
+        while not self._opened.empty():
+            arrived.setdefault(self._opened.get(), 0)
+        return arrived
 
     def is_starved(self, version: str) -> bool:
         """Whether the version's image is in host memory and the last attempt to load found no room."""
@@ -160,6 +169,7 @@ class DeviceAdapters:
         if self.residency.commit(plan) is None:
             self._arena.clear(plan.slot)
         else:
+            self._arrived[plan.version] = sum(done.image.block_bytes)
             notes.append(Moved(plan.version, "device", done.seconds))
 
     def _run(self) -> None:
@@ -198,6 +208,7 @@ class DeviceAdapters:
         except VeneerError as error:
             self._report(Fail(version, error.status, error.message))
         else:
+            self._opened.put(version)
             self._wake.set()
 
     def _check_rank(self, image: Image) -> None:

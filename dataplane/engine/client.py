@@ -228,8 +228,8 @@ class EngineClient:
                 case Tokens(deltas):
                     for delta in deltas:
                         self._put(delta.request_id, delta)
-                case Failed(request_id, status, message):
-                    error = _STATUSES.get(status, errors.InternalError)(message)
+                case Failed(request_id, status, message, retry_after_s):
+                    error = _STATUSES.get(status, errors.InternalError)(message, retry_after_s=retry_after_s)
                     if request_id:
                         self._put(request_id, error)
                     elif not self._started.done():

@@ -19,7 +19,7 @@ _AT_LEAST_ONE = (
     "max_rank",
     "max_waiting",
 )
-_AT_LEAST_ZERO = ("num_threads", "arena_bytes", "max_context")
+_AT_LEAST_ZERO = ("num_threads", "arena_bytes", "max_context", "max_waiting_per_tenant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class EngineConfig:
         max_step_rank_rows: Rank rows of all adapters that run at the same time, each rounded up to a multiple of 16.
         max_context: Tokens of prompt and output together; 0 takes the model's own limit.
         max_waiting: Requests that wait at most.
+        max_waiting_per_tenant: Requests of one tenant that wait at most; 0 for no limit of its own.
+        base_digest: Digest of the base model, part of every cache key.
     """
 
     model_dir: str
@@ -61,6 +63,8 @@ class EngineConfig:
     max_step_rank_rows: int = 1024
     max_context: int = 0
     max_waiting: int = 10_000
+    max_waiting_per_tenant: int = 2_500
+    base_digest: str = ""
 
     def __post_init__(self) -> None:
         """Checks every field.

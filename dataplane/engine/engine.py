@@ -13,7 +13,7 @@ import torch
 from dataplane.engine.adapters import DeviceAdapters
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.grammar import GrammarCompiler, Grammars
-from dataplane.engine.intake import check_submit
+from dataplane.engine.intake import Arrival, Intake
 from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.limits import Limits
 from dataplane.engine.memory import available_bytes, check_fits, plan_memory
@@ -67,10 +67,14 @@ class Engine:
         available = available_bytes(torch.device(config.device))
         check_fits(memory, available)
         self._emit = emit
-        self._vocab_size = model.vocab_size
-        self._max_context = memory.max_context
+        self._intake = Intake(
+            base_digest=config.base_digest,
+            page_size=config.page_size,
+            vocab_size=model.vocab_size,
+            max_context=memory.max_context,
+        )
         self._wake = threading.Event()
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command | Arrival] = queue.SimpleQueue()
         self._runner = Runner(config, model, memory)
         self._adapters = DeviceAdapters(config, self._runner.arena, wake=self._wake)
         self._pool = PagePool(memory.num_pages, config.page_size)
@@ -80,6 +84,7 @@ class Engine:
             max_step_rank_rows=config.max_step_rank_rows,
             max_context=memory.max_context,
             max_waiting=config.max_waiting,
+            max_waiting_per_tenant=config.max_waiting_per_tenant,
         )
         self._scheduler = Scheduler(limits, self._pool, self._adapters)
         compiler = GrammarCompiler(Path(config.model_dir), vocab_size=model.vocab_size)
@@ -94,8 +99,8 @@ class Engine:
         self.ready = Ready(lines, memory.max_context, model.vocab_size)
 
     def send(self, command: Command) -> None:
-        """Hands a command to the loop."""
-        self._inbox.put(command)
+        """Hands a command to the loop; what of a request can be prepared beside the loop is done here."""
+        self._inbox.put(self._intake.prepare(command) if isinstance(command, Submit) else command)
         self._wake.set()
 
     def run(self) -> None:
@@ -122,11 +127,11 @@ class Engine:
         events: list[Event] = []
         while not self._inbox.empty():
             self._handle(self._inbox.get(), events)
-        for submit, came, made in self._grammars.settle():
+        for arrival, came, made in self._grammars.settle():
             if isinstance(made, VeneerError):
-                events.append(Failed(submit.request_id, made.status, made.message))
+                events.append(_failed(arrival.submit, made))
             else:
-                self._queue(submit, came, events, mask=made)
+                self._queue(arrival, came, events, mask=made)
         for note in self._adapters.settle():
             if isinstance(note, Fail):
                 events += self._scheduler.fail_waiting(note.version, status=note.status, message=note.message)
@@ -136,7 +141,9 @@ class Engine:
         plan = self._scheduler.schedule()
         if plan is not None and plan.rows:
             self._count(plan)
-            outcome = self._scheduler.commit(plan, self._runner.run(plan))
+            started = time.monotonic()
+            tokens = self._runner.run(plan)
+            outcome = self._scheduler.commit(plan, tokens, seconds=time.monotonic() - started)
             self._generated += len(outcome.deltas)
             if outcome.deltas:
                 events.append(Tokens(outcome.deltas))
@@ -150,9 +157,9 @@ class Engine:
             if not self._stopping:
                 self._wake.wait(timeout)
 
-    def _handle(self, command: Command, events: list[Event]) -> None:
+    def _handle(self, command: Command | Arrival, events: list[Event]) -> None:
         match command:
-            case Submit():
+            case Arrival():
                 self._submit(command, events)
             case Abort(request_id):
                 self._scheduler.abort(request_id)
@@ -162,9 +169,12 @@ class Engine:
             case Resume(request_id):
                 self._scheduler.pause(request_id, paused=False)
             case Stage(version, path):
+                self._scheduler.prefix.unbar(version)
                 self._adapters.stage(version, path)
             case Unstage(version, drop_device):
                 self._adapters.unstage(version, drop_device=drop_device)
+                if drop_device:
+                    self._scheduler.prefix.bar(version)
             case Fail(version, status, message):
                 events += self._scheduler.fail_waiting(version, status=status, message=message)
             case Query(token):
@@ -172,22 +182,24 @@ class Engine:
             case Stop():
                 self._stopping = True
 
-    def _submit(self, submit: Submit, events: list[Event]) -> None:
+    def _submit(self, arrival: Arrival, events: list[Event]) -> None:
+        submit = arrival.submit
         try:
-            check_submit(submit, vocab_size=self._vocab_size, max_context=self._max_context)
+            if arrival.fault is not None:
+                raise arrival.fault
             if submit.sampling.grammar:
-                self._grammars.prepare(submit, time.monotonic())
-                return
+                self._grammars.prepare(arrival, time.monotonic())
+            else:
+                self._queue(arrival, time.monotonic(), events)
         except VeneerError as error:
-            events.append(Failed(submit.request_id, error.status, error.message))
-            return
-        self._queue(submit, time.monotonic(), events)
+            events.append(_failed(submit, error))
 
-    def _queue(self, submit: Submit, came: float, events: list[Event], *, mask: TokenMask | None = None) -> None:
+    def _queue(self, arrival: Arrival, came: float, events: list[Event], *, mask: TokenMask | None = None) -> None:
+        submit = arrival.submit
         try:
-            self._scheduler.add(submit, came, mask=mask)
+            self._scheduler.add(submit, came, chain=arrival.chain, keys=arrival.keys, mask=mask)
         except VeneerError as error:
-            events.append(Failed(submit.request_id, error.status, error.message))
+            events.append(_failed(submit, error))
             return
         if submit.version is not None:
             if self._adapters.want(submit.version):
@@ -214,6 +226,9 @@ class Engine:
             waiting=scheduler.num_waiting,
             kv_pages_used=scheduler.num_pages_used,
             kv_pages_total=self._pool.num_pages,
+            kv_pages_kept=self._pool.num_kept,
+            prefix_queries=scheduler.prefix.queries,
+            prefix_hits=scheduler.prefix.hits,
             arena_bytes_used=residency.units_used * self._unit_bytes,
             arena_bytes_total=self._arena_bytes,
             leases=sum(holding.leases for holding in holdings),
@@ -230,3 +245,7 @@ class Engine:
                 Holding(item.version, item.place, item.rank, item.size_bytes, item.leases, item.epoch) for item in holdings
             ),
         )
+
+
+def _failed(submit: Submit, error: VeneerError) -> Failed:
+    return Failed(submit.request_id, error.status, error.message, error.retry_after_s)

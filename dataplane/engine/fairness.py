@@ -1,91 +1,333 @@
-"""The order of waiting requests: tenants by virtual time, each tenant's own requests first come first served."""
+"""Shares of tenants: what each was served, who comes next, and who holds more than its part. Integers and floats only."""
 
 from __future__ import annotations
 
+import bisect
 import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Sized
 
 from dataplane.engine.sequence import Phase, Sequence
 
 _PRUNE_ABOVE = 1024
 
 
-@dataclass(slots=True)
-class _Tenant:
-    time: float
-    queue: list[Sequence] = field(default_factory=list)
+class Account:
+    """One tenant. Changed by `Tenants` and the scheduler only.
+
+    Attributes:
+        name: The tenant.
+        weight: Its share relative to others.
+        service: Virtual service: cost of what it was served over its weight.
+        waiting: Requests that have not run, first come first.
+        returning: Preempted requests, oldest first; they come before those that wait.
+        running: Requests that hold a seat, oldest first.
+        unfinished: Running requests whose prompt is not planned to its end.
+        num_parked: Requests whose adapter is loading, and preempted ones whose reader is slow.
+        num_queued_tokens: Prompt tokens of all its requests that wait.
+        is_active: Whether it counts: something of it runs or could.
+        num_hungry: Steps in a row in which it waited although it holds less than its share.
+        lacks_pages: Whether its next request lacked pages in this step.
+    """
+
+    __slots__ = (
+        "in_heap",
+        "is_active",
+        "lacks_pages",
+        "name",
+        "num_hungry",
+        "num_parked",
+        "num_queued_tokens",
+        "returning",
+        "running",
+        "serial",
+        "service",
+        "unfinished",
+        "waiting",
+        "weight",
+    )
+
+    def __init__(self, name: str, weight: int, serial: int) -> None:
+        self.name = name
+        self.weight = weight
+        self.serial = serial
+        self.service = 0.0
+        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self.returning: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.unfinished: list[Sequence] = []
+        self.num_parked = 0
+        self.num_queued_tokens = 0
+        self.num_hungry = 0
+        self.is_active = False
+        self.in_heap = False
+        self.lacks_pages = False
+
+    @property
+    def is_backlogged(self) -> bool:
+        """Whether a request of it waits for nothing but its turn."""
+        return bool(self.waiting or self.returning)
 
 
-class FairQueue:
-    """Waiting sequences. A tenant's virtual time grows by served tokens over its weight; the least goes first.
+class _Parked:
+    """Requests that wait for one version, and the virtual time at which the first of them began to."""
 
-    A tenant that comes back after a pause starts at the queue's clock (the time of what was admitted last), so that idling
-    banks no credit. Of many idle tenants the half that owes least is forgotten. Owned by the scheduler.
+    __slots__ = ("sequences", "since")
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.sequences: OrderedDict[str, Sequence] = OrderedDict()
+
+
+class Tenants:
+    """All tenants that have requests, and those that owe. Owned by the scheduler.
+
+    The tenant with the least virtual service goes first. A tenant that becomes eligible is lifted to the least service among
+    the eligible ones, so that idling banks no credit. A tenant whose every request waits for a load is not eligible; when a load
+    of it is done it is lifted to what was the least when that load was asked for: its credit is what one load cost it.
+
+    Source: the virtual token counter (Sheng et al., Fairness in Serving Large Language Models, 2024), with other prices.
     """
 
     def __init__(self) -> None:
-        self._tenants: dict[str, _Tenant] = {}
+        self._accounts: dict[str, Account] = {}
+        self._heap: list[tuple[float, int, Account]] = []
+        self._parked: dict[str, _Parked] = {}
         self._clock = 0.0
-        self._num_waiting = 0
+        self._num_accounts = 0
+        self._num_active = 0
+        self._weights = 0
         self._prune_above = _PRUNE_ABOVE
+        self.num_waiting = 0
 
-    def __len__(self) -> int:
-        return self._num_waiting
+    @property
+    def active(self) -> Iterator[Account]:
+        """The eligible tenants."""
+        return (account for account in self._accounts.values() if account.is_active)
+
+    @property
+    def parked_versions(self) -> Iterator[str]:
+        """Versions that requests wait for, first asked for first."""
+        return iter(self._parked)
+
+    def queue_of(self, tenant: str) -> tuple[int, int]:
+        """Returns how many requests of a tenant wait, for a load or for a turn, and how many prompt tokens they have."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            return 0, 0
+        return len(account.waiting) + len(account.returning) + account.num_parked, account.num_queued_tokens
+
+    def share(self, account: Account) -> float:
+        """Returns the part of everything that an eligible tenant is entitled to."""
+        return account.weight / (self._weights if account.is_active else self._weights + account.weight)
+
+    def share_of(self, tenant: str, weight: int) -> float:
+        """Returns the part that a tenant would be entitled to if it were eligible."""
+        account = self._accounts.get(tenant)
+        others = self._weights - (account.weight if account is not None and account.is_active else 0)
+        return weight / (others + weight)
 
     def push(self, sequence: Sequence) -> None:
-        """Puts a sequence at its tenant's end."""
-        tenant = self._tenant(sequence)
-        if not tenant.queue:
-            tenant.time = max(tenant.time, self._clock)
-        tenant.queue.append(sequence)
-        self._num_waiting += 1
+        """Takes a new request in."""
+        submit = sequence.submit
+        account = self._accounts.get(submit.tenant)
+        if account is None:
+            self._num_accounts += 1
+            account = self._accounts[submit.tenant] = Account(submit.tenant, submit.weight, self._num_accounts)
+        elif account.weight != submit.weight:
+            self._weights += (submit.weight - account.weight) * account.is_active
+            account.weight = submit.weight
+        sequence.account = account
+        account.waiting[submit.request_id] = sequence
+        account.num_queued_tokens += len(submit.prompt)
+        self.num_waiting += 1
+        self._activate(account, None)
+
+    def start(self, sequence: Sequence) -> None:
+        """Notes that a waiting request runs now; its prompt is not planned to its end yet."""
+        account = sequence.account
+        self._take_out(sequence)
+        bisect.insort(account.running, sequence, key=_order)
+        account.unfinished.append(sequence)
+
+    def stop(self, sequence: Sequence, *, returns: bool) -> None:
+        """Notes that a request runs no more; a preempted one waits again."""
+        account = sequence.account
+        account.running.remove(sequence)
+        if sequence in account.unfinished:
+            account.unfinished.remove(sequence)
+        if returns:
+            if sequence.paused:
+                account.num_parked += 1
+            else:
+                bisect.insort(account.returning, sequence, key=_order)
+            account.num_queued_tokens += len(sequence.submit.prompt)
+            self.num_waiting += 1
+        self._settle(account)
 
     def discard(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it stands."""
-        tenant = self._tenants[sequence.submit.tenant]
-        tenant.queue.remove(sequence)
-        self._num_waiting -= 1
-        self._forget_if_idle(sequence.submit.tenant)
+        """Takes a request out that waits, wherever it stands."""
+        self._take_out(sequence)
+        self._settle(sequence.account)
 
-    def admit(self, sequence: Sequence) -> None:
-        """Takes out a sequence that is admitted and charges its prompt."""
-        self._clock = max(self._clock, self._tenants[sequence.submit.tenant].time)
-        self.charge(sequence, len(sequence.submit.prompt))
-        self.discard(sequence)
+    def pause(self, sequence: Sequence) -> None:
+        """Takes a request that ran before, and whose reader is slow, out of line; it keeps the seat that it may have."""
+        account = sequence.account
+        if sequence in account.unfinished:
+            account.unfinished.remove(sequence)
+        elif sequence in account.returning:
+            account.returning.remove(sequence)
+            account.num_parked += 1
+            self._settle(account)
 
-    def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Adds served tokens to the virtual time of the sequence's tenant."""
-        self._tenant(sequence).time += num_tokens / max(1, sequence.submit.weight)
+    def resume(self, sequence: Sequence) -> None:
+        """Puts it back in line."""
+        account = sequence.account
+        if sequence.is_unfinished:
+            account.unfinished.append(sequence)
+        elif sequence.phase is Phase.WAITING:
+            account.num_parked -= 1
+            bisect.insort(account.returning, sequence, key=_order)
+            self._activate(account, None)
 
-    def in_order(self) -> Iterator[Sequence]:
-        """Yields waiting sequences, fairest first. The queue may be changed only by `admit` of what was just yielded."""
-        heap = [(tenant.time, name, 0, tuple(tenant.queue)) for name, tenant in self._tenants.items() if tenant.queue]
-        heapq.heapify(heap)
+    def park(self, sequence: Sequence) -> None:
+        """Puts a waiting request aside until its version is loaded."""
+        version, account = sequence.submit.version, sequence.account
+        assert version is not None, "the base is always there"
+        parked = self._parked.get(version)
+        if parked is None:
+            parked = self._parked[version] = _Parked(self.least())
+        del account.waiting[sequence.submit.request_id]
+        parked.sequences[sequence.submit.request_id] = sequence
+        account.num_parked += 1
+        sequence.is_parked = True
+        self._settle(account)
+
+    def unpark(self, version: str) -> Account | None:
+        """Lets the requests that wait for a version be tried again; returns the tenant that asked for it first."""
+        parked = self._parked.pop(version, None)
+        if parked is None:
+            return None
+        for sequence in reversed(parked.sequences.values()):
+            account = sequence.account
+            account.num_parked -= 1
+            sequence.is_parked = False
+            account.waiting[sequence.submit.request_id] = sequence
+            account.waiting.move_to_end(sequence.submit.request_id, last=False)
+            self._activate(account, parked.since)
+        return next(iter(parked.sequences.values())).account
+
+    def least(self) -> float:
+        """Returns the least virtual service among the eligible tenants; without one, that of the tenant that left last."""
+        heap = self._heap
         while heap:
-            time, name, index, queue = heap[0]
-            sequence = queue[index]
-            if index + 1 < len(queue):
-                cost = len(sequence.submit.prompt) / max(1, sequence.submit.weight)
-                heapq.heapreplace(heap, (time + cost, name, index + 1, queue))
-            else:
+            service, serial, account = heap[0]
+            if not account.is_active:
                 heapq.heappop(heap)
-            if sequence.phase is Phase.WAITING:
-                yield sequence
+                account.in_heap = False
+            elif account.service != service:
+                heapq.heapreplace(heap, (account.service, serial, account))
+            else:
+                return service
+        return self._clock
 
-    def _tenant(self, sequence: Sequence) -> _Tenant:
-        name = sequence.submit.tenant
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            tenant = self._tenants[name] = _Tenant(self._clock)
-        return tenant
+    def in_order(self, seats: Sized, *, max_scan: int) -> Iterator[Sequence]:
+        """Yields prompts to go on with, fairest first: unfinished ones, and waiting ones while there are seats.
 
-    def _forget_if_idle(self, name: str) -> None:
-        tenant = self._tenants[name]
-        if not tenant.queue and tenant.time <= self._clock:
-            del self._tenants[name]
-        if len(self._tenants) > self._prune_above:
-            idle = sorted((tenant.time, name) for name, tenant in self._tenants.items() if not tenant.queue)
-            for _, forgiven in idle[: (len(idle) + 1) // 2]:
-                del self._tenants[forgiven]
-            self._prune_above = max(_PRUNE_ABOVE, 2 * len(self._tenants))
+        While others wait, a tenant that has an unfinished prompt starts no other. The caller charges, starts, parks or passes
+        over what was just yielded, and changes nothing else; who is passed over is paid for in this call's order only.
+        """
+        heap = [
+            (account.service, account.serial, account, 0.0)
+            for account in self._accounts.values()
+            if account.unfinished or (seats and (account.waiting or account.returning))
+        ]
+        num_backlogged = sum(account.is_backlogged for _, _, account, _ in heap)
+        heapq.heapify(heap)
+        lines: dict[str, Iterator[Sequence]] = {}
+        num_new = 0
+        while heap:
+            _, serial, account, debt = heap[0]
+            line = lines.get(account.name)
+            if line is None:
+                ahead: list[Sequence] = [*account.unfinished]
+                if seats:
+                    ahead += [*account.returning, *itertools.islice(account.waiting.values(), max_scan)]
+                line = lines[account.name] = iter(ahead)
+            sequence = next(line, None)
+            if sequence is None:
+                heapq.heappop(heap)
+                continue
+            is_new = sequence.phase is Phase.WAITING
+            num_new += is_new
+            if is_new and (not seats or num_new > max_scan or (account.unfinished and num_backlogged > 1)):
+                heapq.heappop(heap)
+                continue
+            yield sequence
+            if is_new and sequence.phase is Phase.WAITING:
+                debt += len(sequence.tokens) / account.weight
+            heapq.heapreplace(heap, (account.service + debt, serial, account, debt))
+
+    def _activate(self, account: Account, floor: float | None) -> None:
+        if account.is_active:
+            return
+        account.service = max(account.service, self.least() if floor is None else floor)
+        account.is_active = True
+        account.num_hungry = 0
+        self._num_active += 1
+        self._weights += account.weight
+        if not account.in_heap:
+            account.in_heap = True
+            heapq.heappush(self._heap, (account.service, account.serial, account))
+
+    def _settle(self, account: Account) -> None:
+        """Ends a tenant's eligibility when nothing of it runs or could, and forgets it when nothing of it is left to know."""
+        if account.running or account.waiting or account.returning:
+            return
+        if account.is_active:
+            account.is_active = False
+            self._num_active -= 1
+            self._weights -= account.weight
+            if not self._num_active:
+                self._clock = account.service
+        if not account.num_parked and account.service <= self.least():
+            self._forget(account)
+        elif len(self._accounts) > self._prune_above:
+            self._prune()
+
+    def _prune(self) -> None:
+        """Forgets the half that owes least of the tenants that have no request."""
+        idle = sorted(
+            (other for other in self._accounts.values() if not other.is_active and not other.num_parked),
+            key=lambda other: other.service,
+        )
+        for account in idle[: (len(idle) + 1) // 2]:
+            self._forget(account)
+        self._prune_above = max(_PRUNE_ABOVE, 2 * len(self._accounts))
+
+    def _forget(self, account: Account) -> None:
+        self._accounts.pop(account.name, None)
+
+    def _take_out(self, sequence: Sequence) -> None:
+        account, request_id = sequence.account, sequence.submit.request_id
+        self.num_waiting -= 1
+        account.num_queued_tokens -= len(sequence.submit.prompt)
+        if sequence.is_parked:
+            version = sequence.submit.version
+            assert version is not None, "the base is always there"
+            del self._parked[version].sequences[request_id]
+            if not self._parked[version].sequences:
+                del self._parked[version]
+            account.num_parked -= 1
+            sequence.is_parked = False
+        elif request_id in account.waiting:
+            del account.waiting[request_id]
+        elif sequence.paused:
+            account.num_parked -= 1
+        else:
+            account.returning.remove(sequence)
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order

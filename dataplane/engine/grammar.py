@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dataplane.engine.messages import Submit
+from dataplane.engine.intake import Arrival
 from veneer.errors import (
     FailedPreconditionError,
     InternalError,
@@ -157,7 +157,7 @@ class Grammars:
         self._masks = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="masks")
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
-        self._pending: dict[str, tuple[Submit, float]] = {}
+        self._pending: dict[str, tuple[Arrival, float]] = {}
         self._done: queue.SimpleQueue[tuple[str, GrammarMask | VeneerError]] = queue.SimpleQueue()
 
     @property
@@ -165,25 +165,26 @@ class Grammars:
         """Requests whose grammar is not compiled yet."""
         return tuple(self._pending)
 
-    def prepare(self, submit: Submit, now: float) -> None:
+    def prepare(self, arrival: Arrival, now: float) -> None:
         """Takes a request; `settle` gives it back with its mask.
 
         Raises:
             InvalidArgumentError: The id is in use.
             ResourceExhaustedError: Too many wait.
         """
+        submit = arrival.submit
         if submit.request_id in self._pending:
             raise InvalidArgumentError.of([Violation("request_id", "is in use by a running request")])
         if len(self._pending) >= self._max_pending:
             raise ResourceExhaustedError(f"{len(self._pending)} grammars wait to be compiled", retry_after_s=1.0)
-        self._pending[submit.request_id] = (submit, now)
+        self._pending[submit.request_id] = (arrival, now)
         self._compiling.submit(self._make, submit.request_id, submit.sampling.grammar)
 
     def drop(self, request_id: str) -> None:
         """Forgets a request. Unknown ids are ignored."""
         self._pending.pop(request_id, None)
 
-    def settle(self) -> list[tuple[Submit, float, GrammarMask | VeneerError]]:
+    def settle(self) -> list[tuple[Arrival, float, GrammarMask | VeneerError]]:
         """Returns requests whose grammar is compiled, when they came, and the mask or what is wrong."""
         settled = []
         while not self._done.empty():

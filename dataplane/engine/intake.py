@@ -1,8 +1,9 @@
-"""Checks a request before it reaches the step loop, where bad input would be everybody's fault."""
+"""Checks and prepares a request before it reaches the step loop, where bad input would be everybody's fault."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from dataplane.engine.messages import (
     MAX_BAD_WORD_TOKENS,
@@ -14,7 +15,8 @@ from dataplane.engine.messages import (
     Sampling,
     Submit,
 )
-from veneer.errors import InvalidArgumentError, Violation
+from dataplane.engine.prefix import PageKeys
+from veneer.errors import InvalidArgumentError, VeneerError, Violation
 
 
 def check_submit(submit: Submit, *, vocab_size: int, max_context: int) -> None:
@@ -89,3 +91,50 @@ def check_rules(sampling: Sampling, *, num_prompt: int, vocab_size: int) -> list
     size = len(sampling.grammar.encode())
     require(size <= MAX_GRAMMAR_BYTES, "grammar", f"at most {MAX_GRAMMAR_BYTES} bytes", size)
     return faults
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request as the step loop gets it: checked, and its prompt's pages hashed.
+
+    Attributes:
+        submit: The request.
+        fault: Why it is refused; None when it is in order.
+        chain: What computes the keys of its pages; None when none is shared, or the prompt is scored.
+        keys: Keys of the full pages of its prompt.
+    """
+
+    submit: Submit
+    fault: VeneerError | None = None
+    chain: PageKeys | None = None
+    keys: tuple[bytes, ...] = ()
+
+
+class Intake:
+    """Prepares requests in the thread that brings them, so that the step loop neither checks nor hashes prompts.
+
+    Args:
+        base_digest: Digest of the base model.
+        page_size: Tokens in a KV page.
+        vocab_size: Token ids are below it.
+        max_context: Tokens of prompt and output together.
+    """
+
+    def __init__(self, *, base_digest: str, page_size: int, vocab_size: int, max_context: int) -> None:
+        self._base_digest = base_digest
+        self._page_size = page_size
+        self._vocab_size = vocab_size
+        self._max_context = max_context
+
+    def prepare(self, submit: Submit) -> Arrival:
+        """Checks a request and computes its keys; any thread may call it."""
+        try:
+            check_submit(submit, vocab_size=self._vocab_size, max_context=self._max_context)
+        except VeneerError as error:
+            return Arrival(submit, fault=error)
+        if not submit.cache_salt or submit.sampling.prompt_logprobs is not None:  # what is scored is computed
+            return Arrival(submit)
+        chain = PageKeys(salt=submit.cache_salt, base_digest=self._base_digest, version=submit.version, page_size=self._page_size)
+        keys: list[bytes] = []
+        chain.extend(keys, submit.prompt)
+        return Arrival(submit, chain=chain, keys=tuple(keys))

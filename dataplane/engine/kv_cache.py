@@ -1,10 +1,35 @@
-"""Which KV pages are free. Integers only; the tensor that they index lives with the runner."""
+"""Which KV pages are free, held or kept for reuse. Integers only; the tensor that they index lives with the runner."""
 
 from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Account:
+    """One tenant's pages: how many sequences hold, and those that nobody holds but whose contents are kept, oldest first."""
+
+    weight: int = 1
+    held: int = 0
+    kept: OrderedDict[int, int] = field(default_factory=OrderedDict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    key: bytes
+    version: str | None
 
 
 class PagePool:
     """Hands out page numbers 1 … num_pages; page 0 is nobody's (padding of page tables points at it). Owned by the scheduler.
+
+    A page is free, held (by one sequence, or by several that share it), or kept: held by nobody, but named by the key of its
+    contents, so that it can be shared again until room is needed. Only pages whose every token is computed and committed are
+    named, and a named page is never written again. A page is charged to the tenant that took it; since a tenant's salt is part
+    of the key, all its holders are that tenant's.
 
     Attributes:
         num_pages: Pages that can be handed out.
@@ -15,23 +40,162 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages, 0, -1))
+        self._refs = [0] * (num_pages + 1)
+        self._owner: list[str] = [""] * (num_pages + 1)
+        self._accounts: dict[str, _Account] = {}
+        self._names: dict[int, _Name] = {}
+        self._index: dict[bytes, int] = {}
+        self._num_kept = 0
+        self._clock = 0
+        self._batch = max(1, num_pages // 256)
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
-        return len(self._free)
+        """Pages that can be handed out: nobody holds them."""
+        return len(self._free) + self._num_kept
+
+    @property
+    def num_kept(self) -> int:
+        """Pages among the free ones whose contents are kept for reuse."""
+        return self._num_kept
+
+    def held_by(self, tenant: str) -> int:
+        """Returns the pages that a tenant's sequences hold."""
+        account = self._accounts.get(tenant)
+        return 0 if account is None else account.held
 
     def pages_for(self, num_tokens: int) -> int:
         """Returns the pages that so many tokens of one sequence take."""
         return -(-num_tokens // self.page_size)
 
-    def take(self, count: int) -> list[int]:
-        """Hands out pages; their old contents must be cleared before use. `count` must not exceed `num_free`."""
-        assert count <= len(self._free), f"{count} pages of {len(self._free)} free"
-        return [self._free.pop() for _ in range(count)]
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Returns the pages that hold the longest known beginning of a chain of keys; nothing is taken yet."""
+        pages = [self._index.get(key, 0) for key in keys]
+        return pages[: pages.index(0)] if 0 in pages else pages
+
+    def num_kept_of(self, pages: Iterable[int]) -> int:
+        """Returns how many of these pages nobody holds, so that sharing them leaves less for others."""
+        return sum(not self._refs[page] for page in pages)
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Makes the caller one more holder of pages that `find` returned just now."""
+        for page in pages:
+            if not self._refs[page]:
+                account = self._accounts[self._owner[page]]
+                del account.kept[page]
+                account.held += 1
+                self._num_kept -= 1
+            self._refs[page] += 1
+
+    def take(self, count: int, tenant: str = "", *, weight: int = 1) -> list[int]:
+        """Hands out pages; their old contents must be cleared before use. `count` must not exceed `num_free`.
+
+        Args:
+            count: Number of pages.
+            tenant: To whom they are charged.
+            weight: That tenant's share relative to others.
+        """
+        assert count <= self.num_free, f"{count} pages of {self.num_free} free"
+        if not count:
+            return []
+        if count > len(self._free):
+            self._evict(max(count - len(self._free), min(self._batch, self._num_kept)))
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = _Account()
+        account.weight = weight
+        account.held += count
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._refs[page] = 1
+            self._owner[page] = tenant
+        return pages
+
+    def name(self, page: int, key: bytes, *, version: str | None) -> None:
+        """Names a held page by the key of its contents, which are complete and will not change.
+
+        Where another page has that key already, this one stays without a name.
+        """
+        assert self._refs[page], "only a held page is named"
+        if key not in self._index and page not in self._names:
+            self._index[key] = page
+            self._names[page] = _Name(key, version)
 
     def give_back(self, pages: list[int]) -> None:
-        """Takes pages back and empties the caller's list."""
-        self._free.extend(reversed(pages))
+        """Ends the caller's hold of pages and empties its list; what has a name is kept, the end of a chain least long."""
+        for page in reversed(pages):
+            self._refs[page] -= 1
+            assert self._refs[page] >= 0, "a page came back twice"
+            if not self._refs[page]:
+                account = self._accounts[self._owner[page]]
+                account.held -= 1
+                if page in self._names:
+                    self._clock += 1
+                    account.kept[page] = self._clock
+                    self._num_kept += 1
+                else:
+                    self._release(page)
         pages.clear()
-        assert len(self._free) <= self.num_pages, "a page came back twice"
+
+    def forget(self, version: str | None, tenant: str | None = None) -> None:
+        """Drops the names of all pages that a version computed (None: the base), so that they are not shared any more.
+
+        Args:
+            version: The version.
+            tenant: Only this tenant's pages; None for everybody's.
+        """
+        doomed = [
+            page
+            for page, name in self._names.items()
+            if name.version == version and (tenant is None or self._owner[page] == tenant)
+        ]
+        for page in doomed:
+            del self._index[self._names.pop(page).key]
+            if not self._refs[page]:
+                del self._accounts[self._owner[page]].kept[page]
+                self._num_kept -= 1
+                self._release(page)
+
+    def _evict(self, count: int) -> None:
+        """Frees kept pages: those of tenants above their shares first, the one most above it first, each tenant's oldest first.
+
+        Once nobody is above its share, the oldest of all go.
+        """
+        weights = sum(account.weight for account in self._accounts.values())
+        over: list[tuple[float, str]] = []
+        for name, account in self._accounts.items():
+            if account.kept:
+                excess = account.held + len(account.kept) - self.num_pages * account.weight / weights
+                if excess > 0:
+                    over.append((-excess / account.weight, name))
+        heapq.heapify(over)
+        while count > 0 and over:
+            excess, name = heapq.heappop(over)
+            account = self._accounts[name]
+            self._free_oldest(account)
+            count -= 1
+            if account.kept and excess + 1 / account.weight < 0:
+                heapq.heappush(over, (excess + 1 / account.weight, name))
+        ages = [(next(iter(account.kept.values())), name) for name, account in self._accounts.items() if account.kept]
+        heapq.heapify(ages)
+        for _ in range(count):
+            _, name = heapq.heappop(ages)
+            account = self._accounts[name]
+            self._free_oldest(account)
+            if account.kept:
+                heapq.heappush(ages, (next(iter(account.kept.values())), name))
+
+    def _free_oldest(self, account: _Account) -> None:
+        page, _ = account.kept.popitem(last=False)
+        self._num_kept -= 1
+        del self._index[self._names.pop(page).key]
+        self._release(page)
+
+    def _release(self, page: int) -> None:
+        """Puts a page that is neither held nor kept among the free ones."""
+        owner = self._owner[page]
+        account = self._accounts[owner]
+        if not account.held and not account.kept:
+            del self._accounts[owner]
+        self._owner[page] = ""
+        self._free.append(page)

@@ -96,7 +96,8 @@ class Submit:
         version: Digest of the adapter version, or None for the base. Bound here for the request's whole life.
         deadline_s: Seconds from receipt until the request must have ended; None for no limit.
         weight: Share of the tenant relative to others.
-        cache_salt: Secret of the caller's tenant, hex, part of every cache key.
+        cache_salt: Secret of the caller's tenant, hex, part of every cache key; without one nothing of the request is kept for
+            reuse, and nothing reused.
     """
 
     request_id: str
@@ -232,11 +233,15 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request ended badly; its last event. `status` is the name of a gRPC status code."""
+    """A request ended badly; its last event.
+
+    `status` is the name of a gRPC status code; `retry_after_s` says when trying again may work, where that is known.
+    """
 
     request_id: str
     status: str
     message: str
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +285,11 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Counters of the engine; names as in `veneer.dataplane.v1.EngineState`."""
+    """Counters of the engine; names as in `veneer.dataplane.v1.EngineState`.
+
+    `kv_pages_kept` are free pages whose contents can be shared; `prefix_queries` and `prefix_hits` count prompt tokens that were
+    looked up, and found, in the prefix cache.
+    """
 
     token: int
     running: int
@@ -300,6 +309,9 @@ class State:
     store_loads: int
     evictions: int
     holdings: tuple[Holding, ...]
+    kv_pages_kept: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

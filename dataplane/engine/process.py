@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from dataplane.engine.collector import tame
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Command, Event, Failed, Stop, decode, encode
 from veneer.errors import InternalError, VeneerError
@@ -42,6 +43,7 @@ def serve(channel: socket.socket) -> int:
         from dataplane.engine.engine import Engine
 
         engine = Engine(config, writer.emit)
+        tame()
     except Exception as error:  # noqa: BLE001 - whatever stops the start is told to the parent
         fault = error if isinstance(error, VeneerError) else InternalError(f"{type(error).__name__}: {error}")
         writer.emit((Failed("", fault.status, fault.message),))

@@ -83,7 +83,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Result]:
         """Runs one step and returns what came of the rows that sample or are scored, in order."""
-        new_pages = [page for rows in plan.rows for page in rows.new_pages]
+        new_pages = [page for rows in plan.rows for page in rows.new_pages[rows.num_shared_pages :]]
         if new_pages:
             self.kv.clear(torch.tensor(new_pages, device=self._device))
         step = self._buffers.fill(plan, self.kv)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from dataplane.engine.messages import Logprobs, Submit
 from dataplane.engine.plan import TokenMask
+from dataplane.engine.prefix import PageKeys
 from dataplane.lora.residency import Lease
+
+if TYPE_CHECKING:
+    from dataplane.engine.fairness import Account
 
 MAX_SCORED_ROWS = 64
 """Rows of one step whose logits say how likely the prompt's next token was."""
@@ -31,12 +37,22 @@ class Sequence:
         submit: What was asked.
         order: Ordinal by which running sequences are ranked; lower is older. Kept over preemption.
         deadline: Reading of the engine's clock at which the request fails; None for no limit.
+        num_prompt: Tokens of the prompt.
+        last: Tokens of prompt and output together at most.
         max_new: Tokens to generate at most, cut to what the context allows.
         tokens: Prompt and output.
         num_scheduled: Positions computed or planned.
         pending: Tokens sampled in plans that are not committed yet.
         in_flight: Plans not committed yet that hold rows of this sequence; what it holds is given back only at 0.
         pages: KV pages, in order of positions.
+        chain: What extends `keys`; None when its pages are not shared.
+        keys: Keys of its full pages, from the first on, as far as they are known.
+        account: Its tenant's, from the moment it is queued.
+        is_parked: It waits for its adapter to be loaded.
+        is_unfinished: It runs, and its known tokens are not all planned.
+        num_charged: Positions that its tenant was charged for, or got from the cache.
+        rank_rows: Rank rows that its adapter takes in a step.
+        num_named: Pages whose contents are committed and which have their names.
         seat: Row in per-sequence device state; -1 when it has none.
         lease: Held from admission to the end; None for the base.
         preempting: Its pages go back as soon as nothing is in flight.
@@ -45,15 +61,26 @@ class Sequence:
         paused: Its reader is slow: it is not scheduled.
         prompt_scores: Logprobs of the prompt's tokens from the second on, as far as they are committed.
         num_targets: Prompt tokens after the first that are scored or planned to be.
+        is_scored: Prompt tokens are left to score.
         passes: Steps in which others were admitted before it although it stood ahead of them.
     """
 
     __slots__ = (
+        "account",
+        "chain",
         "deadline",
         "in_flight",
+        "is_parked",
+        "is_scored",
+        "is_unfinished",
+        "keys",
+        "last",
         "lease",
         "mask",
         "max_new",
+        "num_charged",
+        "num_named",
+        "num_prompt",
         "num_scheduled",
         "num_targets",
         "order",
@@ -65,21 +92,41 @@ class Sequence:
         "plain",
         "preempting",
         "prompt_scores",
+        "rank_rows",
         "seat",
         "submit",
         "tokens",
     )
 
-    def __init__(self, submit: Submit, *, deadline: float | None, max_context: int, mask: TokenMask | None = None) -> None:
+    def __init__(
+        self,
+        submit: Submit,
+        *,
+        deadline: float | None,
+        max_context: int,
+        chain: PageKeys | None = None,
+        keys: Iterable[bytes] = (),
+        mask: TokenMask | None = None,
+    ) -> None:
         self.submit = submit
         self.order = -1
         self.deadline = deadline
         self.max_new = min(submit.sampling.max_tokens, max_context - len(submit.prompt))
+        self.num_prompt = len(submit.prompt)
+        self.last = len(submit.prompt) + self.max_new
         self.tokens = list(submit.prompt)
         self.num_scheduled = 0
         self.pending = 0
         self.in_flight = 0
         self.pages: list[int] = []
+        self.chain = chain
+        self.keys = list(keys)
+        self.num_named = 0
+        self.account: Account
+        self.is_parked = False
+        self.is_unfinished = False
+        self.num_charged = 0
+        self.rank_rows = 0
         self.seat = -1
         self.lease: Lease | None = None
         self.phase = Phase.WAITING
@@ -90,6 +137,7 @@ class Sequence:
         self.paused = False
         self.prompt_scores: list[Logprobs] = []
         self.num_targets = 0
+        self.is_scored = submit.sampling.prompt_logprobs is not None and len(submit.prompt) > 1
 
     @property
     def num_output(self) -> int:
@@ -99,19 +147,8 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Positions that are neither computed nor planned; 0 when the last token it may generate is already on its way."""
-        if self.num_output + self.pending >= self.max_new:
-            return 0
-        return len(self.tokens) + self.pending - self.num_scheduled
-
-    @property
-    def may_run(self) -> bool:
-        """Whether a step may hold rows of it."""
-        return self.phase is Phase.RUNNING and not self.preempting and not self.paused
-
-    @property
-    def is_scored(self) -> bool:
-        """Whether rows of its prompt still have to say how likely the next token was."""
-        return self.submit.sampling.prompt_logprobs is not None and self.num_targets < len(self.submit.prompt) - 1
+        num_known = len(self.tokens) + self.pending
+        return 0 if num_known >= self.last else num_known - self.num_scheduled
 
     @property
     def slot(self) -> int:

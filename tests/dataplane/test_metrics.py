@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -105,3 +106,13 @@ def test_mean_load_times_are_kept_by_hop(metrics: Metrics) -> None:
     metrics.loaded("store", "host", 1)
     metrics.loaded("store", "host", 3)
     assert (metrics.mean_load_s("store", "host"), metrics.mean_load_s("host", "device")) == (2, 0)
+
+
+def test_prefix_counters_grow_over_a_restart_of_the_engine() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, base_name="smol")
+    for queries, hits in ((100, 40), (150, 60), (10, 5)):
+        metrics.show_engine(replace(STATE, prefix_queries=queries, prefix_hits=hits), page_size=16, max_slots=40)
+    value = registry.get_sample_value
+    assert value("vllm:prefix_cache_queries_total", {"model_name": "smol"}) == 160
+    assert value("vllm:prefix_cache_hits_total", {"model_name": "smol"}) == 65

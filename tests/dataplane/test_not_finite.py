@@ -19,7 +19,7 @@ from dataplane.engine.runner import model_features
 from dataplane.lora.image import ImagePair, build_image, write_image
 from dataplane.metrics import Metrics
 from dataplane.model.config import parse_config
-from dataplane.model.llama import weight_shapes
+from dataplane.model.decoder import weight_shapes
 from dataplane.supervision import EngineSupervisor
 from tests.dataplane.doubles import VERSION
 from tests.dataplane.engine.conftest import FIELDS

@@ -20,6 +20,7 @@ from dataplane.engine import grammar as module
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.grammar import GrammarCompiler, GrammarMask, Grammars, read_eos_ids
+from dataplane.engine.intake import Arrival
 from dataplane.engine.messages import Sampling, Submit
 from dataplane.model.config import parse_config
 from dataplane.model.decoder import weight_shapes
@@ -77,6 +78,10 @@ async def client(model_dir: Path) -> AsyncIterator[EngineClient]:
 def request(name: str, grammar: str = "", **fields: Any) -> Submit:
     values = {"max_tokens": 80, "temperature": 0.0, "stop_token_ids": (EOS,)} | fields
     return Submit(request_id=name, tenant="t", prompt=(5, 6, 7), sampling=Sampling(grammar=grammar, **values))
+
+
+def arrival(name: str, grammar: str) -> Arrival:
+    return Arrival(request(name, grammar))
 
 
 async def ids_of(client: EngineClient, submit: Submit) -> list[int]:
@@ -176,16 +181,16 @@ def test_a_mask_that_takes_too_much_work_is_the_requests_own_fault(compiler: Gra
 def test_grammars_that_wait_are_bounded_and_their_ids_unique(compiler: GrammarCompiler) -> None:
     woken = threading.Event()
     grammars = Grammars(compiler, wake=woken.set, max_pending=2)
-    grammars.prepare(request("a", of_regex("a")), 1.0)
+    grammars.prepare(arrival("a", of_regex("a")), 1.0)
     with pytest.raises(InvalidArgumentError, match="in use"):
-        grammars.prepare(request("a", of_regex("a")), 1.0)
-    grammars.prepare(request("b", of_regex("a")), 2.0)
+        grammars.prepare(arrival("a", of_regex("a")), 1.0)
+    grammars.prepare(arrival("b", of_regex("a")), 2.0)
     with pytest.raises(ResourceExhaustedError):
-        grammars.prepare(request("c", of_regex("a")), 3.0)
+        grammars.prepare(arrival("c", of_regex("a")), 3.0)
     grammars.drop("b")
     assert woken.wait(60)
     grammars.stop()
-    assert [(submit.request_id, came) for submit, came, _ in grammars.settle()] == [("a", 1.0)]
+    assert [(settled.submit.request_id, came) for settled, came, _ in grammars.settle()] == [("a", 1.0)]
     assert grammars.request_ids == ()
 
 

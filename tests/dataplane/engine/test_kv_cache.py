@@ -1,27 +1,147 @@
-"""The page pool."""
+"""The page pool, against a simple model of it."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.engine.kv_cache import PagePool
 
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["take", "give", "name", "share", "forget"]),
+        st.integers(0, 7),
+        st.sampled_from(["x", "y", "z"]),
+        st.sampled_from([None, "v"]),
+    ),
+    max_size=80,
+)
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60))
-def test_a_page_has_one_owner_and_none_is_lost(steps: list[tuple[bool, int]]) -> None:
+
+@settings(max_examples=400)
+@given(STEPS)
+def test_every_page_is_free_held_or_kept_and_none_is_lost(steps: list[tuple[str, int, str, str | None]]) -> None:
     pool = PagePool(12, page_size=4)
-    held: list[list[int]] = []
-    for take, number in steps:
-        if take and number <= pool.num_free:
-            held.append(pool.take(number))
-        elif not take and held:
-            pool.give_back(held.pop(number % len(held)))
-        pages = [page for owner in held for page in owner]
-        assert len(pages) == len(set(pages))
-        assert set(pages) <= set(range(1, 13)), "page 0 is nobody's"
-        assert pool.num_free + len(pages) == 12
+    held: list[tuple[str, list[int]]] = []
+    named: dict[int, tuple[bytes, str | None]] = {}
+    serial = 0
+    for verb, number, tenant, version in steps:
+        holders = Counter(page for _, pages in held for page in pages)
+        if verb == "take" and number <= pool.num_free:
+            fresh = pool.take(number, tenant)
+            assert len(set(fresh)) == number
+            assert not set(fresh) & set(holders), "a held page is handed to nobody else"
+            for page in fresh:
+                named.pop(page, None)
+            held.append((tenant, fresh))
+        elif verb == "give" and held:
+            pool.give_back(held.pop(number % len(held))[1])
+        elif verb == "name" and held:
+            _, pages = held[number % len(held)]
+            for page in pages:
+                if page not in named:
+                    serial += 1
+                    named[page] = (serial.to_bytes(4), version)
+                    pool.name(page, named[page][0], version=version)
+        elif verb == "share" and named:
+            page, (key, _) = sorted(named.items())[number % len(named)]
+            found = pool.find([key])
+            if found:
+                assert found == [page], "a key finds its own page only"
+                pool.share(found)
+                held.append((pool._owner[page], found))
+        elif verb == "forget":
+            pool.forget(version)
+            named = {page: name for page, name in named.items() if name[1] != version}
+        holders = Counter(page for _, pages in held for page in pages)
+        named = {page: name for page, name in named.items() if page in pool._names}
+        assert set(holders) <= set(range(1, 13)), "page 0 is nobody's"
+        assert pool.num_free + len(holders) == 12
+        kept = {page for page in named if page not in holders}
+        assert pool.num_kept == len(kept)
+        assert {page: name.key for page, name in pool._names.items()} == {page: name[0] for page, name in named.items()}
+        for name in ("x", "y", "z"):
+            assert pool.held_by(name) == sum(pool._owner[page] == name for page in holders)
+        assert all(pool._refs[page] == holders[page] for page in range(1, 13))
+    for _, pages in held:
+        pool.give_back(pages)
+    assert pool.num_free == 12
+    assert len(pool.take(12, "x")) == 12
+    assert pool.num_kept == 0
+    assert set(pool._accounts) == {"x"}
+
+
+def named(pool: PagePool, count: int, tenant: str, mark: str, *, version: str | None = None) -> list[bytes]:
+    """Takes, names and gives back a chain of pages; returns its keys."""
+    pages = pool.take(count, tenant)
+    keys = [f"{mark}{index}".encode() for index in range(count)]
+    for page, key in zip(pages, keys, strict=True):
+        pool.name(page, key, version=version)
+    pool.give_back(pages)
+    return keys
+
+
+def test_the_longest_known_beginning_is_found() -> None:
+    pool = PagePool(8, page_size=4)
+    keys = named(pool, 3, "x", "a")
+    assert len(pool.find(keys)) == 3
+    assert len(pool.find([*keys[:2], b"other", keys[2]])) == 2
+    assert pool.find([b"other", *keys]) == []
+
+
+def test_the_tenant_above_its_share_loses_pages_first_and_of_its_own_the_oldest() -> None:
+    pool = PagePool(12, page_size=4)
+    small = named(pool, 2, "y", "y")
+    old, new = named(pool, 5, "x", "old"), named(pool, 5, "x", "new")
+    pool.take(3, "y")
+    assert len(pool.find(small)) == 2, "although they are the oldest of all"
+    assert len(pool.find(old)) == 2, "the end of a chain goes first"
+    assert len(pool.find(new)) == 5
+
+
+def test_a_weight_widens_a_share() -> None:
+    pool = PagePool(12, page_size=4)
+    heavy = pool.take(8, "x", weight=3)
+    for index, page in enumerate(heavy):
+        pool.name(page, b"x%d" % index, version=None)
+    pool.give_back(heavy)
+    named(pool, 4, "y", "y")
+    pool.take(1, "y")
+    assert len(pool.find([b"x%d" % index for index in range(8)])) == 8
+    assert len(pool.find([b"y%d" % index for index in range(4)])) == 3
+
+
+def test_among_tenants_within_their_shares_the_oldest_page_goes() -> None:
+    pool = PagePool(4, page_size=4)
+    first, second = named(pool, 2, "x", "x"), named(pool, 2, "y", "y")
+    pool.take(1, "y")
+    assert (len(pool.find(first)), len(pool.find(second))) == (1, 2)
+
+
+def test_a_shared_page_is_charged_once_and_kept_until_the_last_holder_goes() -> None:
+    pool = PagePool(4, page_size=4)
+    keys = named(pool, 2, "x", "a")
+    one, two = pool.find(keys), pool.find(keys)
+    pool.share(one)
+    pool.share(two)
+    assert (pool.held_by("x"), pool.num_free, pool.num_kept) == (2, 2, 0)
+    pool.give_back(one)
+    assert pool.num_free == 2
+    pool.give_back(two)
+    assert (pool.num_free, pool.num_kept) == (4, 2)
+
+
+def test_a_version_can_be_forgotten_for_all_or_one_tenant() -> None:
+    pool = PagePool(12, page_size=4)
+    bad, good = named(pool, 2, "x", "bad", version="v"), named(pool, 2, "x", "good", version="w")
+    mine, theirs = named(pool, 2, "x", "mine"), named(pool, 2, "y", "theirs")
+    pool.forget("v")
+    pool.forget(None, "x")
+    assert [len(pool.find(keys)) for keys in (bad, good, mine, theirs)] == [0, 2, 0, 2]
+    assert pool.num_free == 12
 
 
 def test_pages_for_rounds_up() -> None:
@@ -29,7 +149,12 @@ def test_pages_for_rounds_up() -> None:
     assert [pool.pages_for(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
 
 
-def test_taking_more_than_there_is_is_a_fault_of_the_caller() -> None:
+def test_taking_more_than_there_is_or_giving_back_twice_is_a_fault_of_the_caller() -> None:
     pool = PagePool(2, page_size=16)
     with pytest.raises(AssertionError):
         pool.take(3)
+    pages = pool.take(1)
+    again = list(pages)
+    pool.give_back(pages)
+    with pytest.raises(AssertionError):
+        pool.give_back(again)

@@ -207,7 +207,7 @@ def test_plain_rows_run_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(LogitRules, name, fail)
     sampler = Sampler(max_sequences=2, vocab_size=VOCAB, device=CPU)
     rows = [Sequence(0, (1,)).planned(), Sequence(1, (1,), temperature=1.0).planned()]
-    rows = [PlannedRows(**{name: getattr(row, name) for name in row.__slots__} | {"history": None}) for row in rows]
+    rows = [row._replace(history=None) for row in rows]
     for row in rows:
         sampler.start(row)
     assert sampler.sample(torch.zeros(2, VOCAB), rows).more == {}

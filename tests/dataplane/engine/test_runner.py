@@ -30,6 +30,9 @@ class NoAdapters(Residency):
     def is_starved(self, version: str) -> bool:
         return False
 
+    def arrived(self) -> dict[str, int]:
+        return {}
+
 
 def build(config: EngineConfig, model: Any) -> tuple[Scheduler, Runner]:
     memory = plan_memory(config, model)

@@ -3,170 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.engine.kv_cache import PagePool
-from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Delta, Failed, Logprobs, Sampling, Submit
 from dataplane.engine.plan import Chosen, Outcome, Plan
-from dataplane.engine.scheduler import Scheduler
 from dataplane.engine.sequence import Sequence
-from dataplane.lora.residency import Lease
 from kernels.rows import aligned_rank
+from tests.dataplane.engine.driving import FakeAdapters, Loop, add, assert_idle, expected, make, submit
 from veneer.errors import InvalidArgumentError, ResourceExhaustedError
-
-
-class FakeAdapters:
-    """`slots` adapters fit; a version is on the device when the test put it there. Rank = the number in its name."""
-
-    def __init__(self, resident: set[str] | None = None) -> None:
-        self.resident = set() if resident is None else resident
-        self.starved: set[str] = set()
-        self.leases: dict[int, str] = {}
-        self.withdrawn: list[str] = []
-        self._next = 0
-
-    def acquire(self, version: str) -> Lease | None:
-        if version not in self.resident:
-            return None
-        self._next += 1
-        self.leases[self._next] = version
-        return Lease(self._next, version, sorted(self.resident).index(version), int(version.split("r")[1]), 1)
-
-    def release(self, lease: Lease) -> None:
-        del self.leases[lease.lease_id]
-
-    def withdraw(self, version: str) -> None:
-        self.withdrawn.append(version)
-
-    def is_starved(self, version: str) -> bool:
-        return version in self.starved
-
-
-class Device:
-    """Runs plans on integers: the KV "cache" holds the tokens themselves, and the next token is a hash of all of them.
-
-    It checks what a step may rely on: pages are its own, positions are filled in order, nothing is read before it is written.
-    """
-
-    def __init__(self, page_size: int, *, stop_every: int = 0) -> None:
-        self.page_size = page_size
-        self.pages: dict[int, list[int | None]] = {}
-        self.tables: dict[int, list[int]] = {}
-        self.last: dict[int, int] = {}
-        self.stop_every = stop_every
-
-    def run(self, plan: Plan) -> list[int | None]:
-        out: list[int | None] = []
-        for rows in plan.rows:
-            table = self.tables.setdefault(rows.seat, [])
-            del table[rows.num_pages_before :]
-            table += rows.new_pages
-            for page in rows.new_pages:
-                self.pages[page] = [None] * self.page_size
-            ids = list(rows.ids)
-            if len(ids) < rows.count:
-                ids.append(self.last[rows.seat])
-            for position, token in enumerate(ids, rows.start):
-                self.pages[table[position // self.page_size]][position % self.page_size] = token
-            if rows.sampling is not None:
-                end = rows.start + rows.count
-                seen = [self.pages[table[i // self.page_size]][i % self.page_size] for i in range(end)]
-                assert None not in seen, "every earlier position was written"
-                token = next_token([token for token in seen if token is not None])
-                self.last[rows.seat] = token
-                out.append(token)
-        owners = [page for seat in {rows.seat for rows in plan.rows} for page in self.tables[seat]]
-        assert len(owners) == len(set(owners)), "a page has one owner"
-        assert 0 not in owners, "page 0 is nobody's"
-        return out
-
-
-def next_token(tokens: list[int]) -> int:
-    return (hash(tuple(tokens)) >> 3) % 50
-
-
-def expected(prompt: tuple[int, ...], count: int, stops: tuple[int, ...]) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
-        if tokens[-1] in stops:
-            break
-    return tokens[len(prompt) :]
-
-
-def limits(**changes: Any) -> Limits:
-    values: dict[str, Any] = {
-        "max_sequences": 4, "max_step_tokens": 16, "max_step_rank_rows": 64, "max_context": 32, "max_waiting": 100,
-    }  # fmt: skip
-    return Limits(**(values | changes))
-
-
-def submit(name: str, prompt: int | tuple[int, ...] = 4, **fields: Any) -> Submit:
-    tokens = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
-    sampling = Sampling(max_tokens=fields.pop("max_tokens", 4), stop_token_ids=fields.pop("stops", ()), temperature=0.0)
-    return Submit(request_id=name, tenant=fields.pop("tenant", "t"), prompt=tokens, sampling=sampling, **fields)
-
-
-def make(num_pages: int = 32, page_size: int = 4, adapters: FakeAdapters | None = None, **changes: Any) -> Scheduler:
-    return Scheduler(limits(**changes), PagePool(num_pages, page_size), adapters or FakeAdapters())
-
-
-class Loop:
-    """Drives a scheduler, committing each plan `lag` steps late, and collects what requests see."""
-
-    def __init__(self, scheduler: Scheduler, *, page_size: int = 4, lag: int = 0) -> None:
-        self.scheduler = scheduler
-        self.device = Device(page_size)
-        self.lag = lag
-        self.uncommitted: deque[tuple[Plan, list[int | None]]] = deque()
-        self.outputs: dict[str, list[int]] = {}
-        self.finished: dict[str, str] = {}
-        self.failed: dict[str, str] = {}
-        self.plans: list[Plan] = []
-
-    def turn(self) -> bool:
-        plan = self.scheduler.schedule()
-        ran = plan is not None and bool(plan.rows)
-        if plan is not None and plan.rows:
-            self.plans.append(plan)
-            self.uncommitted.append((plan, self.device.run(plan)))
-        if self.uncommitted and (len(self.uncommitted) > self.lag or not ran):
-            self.take(self.scheduler.commit(*self.uncommitted.popleft()))
-            ran = True
-        return ran
-
-    def take(self, outcome: Outcome) -> None:
-        for delta in outcome.deltas:
-            output = self.outputs.setdefault(delta.request_id, [])
-            assert delta.request_id not in self.finished
-            assert delta.index == len(output)
-            output += delta.ids
-            if delta.finish:
-                self.finished[delta.request_id] = delta.finish
-        for failed in outcome.failed:
-            self.failed[failed.request_id] = failed.status
-
-    def run(self, max_turns: int = 2000) -> None:
-        for _ in range(max_turns):
-            if not self.turn():
-                return
-        raise AssertionError("it does not come to an end")
-
-
-def assert_idle(scheduler: Scheduler, adapters: FakeAdapters | None = None) -> None:
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_pages_used) == (0, 0, 0)
-    assert scheduler.request_ids == ()
-    assert (scheduler._active, scheduler._active_rows, scheduler._awaited) == ({}, 0, {})
-    assert sorted(scheduler._seats) == list(range(scheduler._limits.max_sequences))
-    if adapters is not None:
-        assert adapters.leases == {}
-
 
 REQUESTS = st.lists(
     st.tuples(
@@ -177,6 +25,7 @@ REQUESTS = st.lists(
         st.booleans(),  # may stop
         st.integers(0, 12),  # submitted before this turn
         st.one_of(st.none(), st.integers(0, 20)),  # aborted before this turn
+        st.booleans(),  # begins like all others, with its tenant's salt
     ),
     min_size=1,
     max_size=12,
@@ -199,12 +48,14 @@ def test_every_request_gets_its_own_tokens_and_everything_comes_back(
     wanted = {}
     aborted = set()
     for turn in range(400):
-        for i, (prompt, count, tenant, version, stops, at, abort_at) in enumerate(requests):
+        for i, (prompt, count, tenant, version, stops, at, abort_at, shares) in enumerate(requests):
             name = str(i)
             if at == turn:
-                tokens = tuple((i * 5 + j) % 50 for j in range(prompt))
+                tokens = tuple(((0 if shares else i * 5) + j) % 50 for j in range(prompt))
                 stop_ids = (3, 11, 17, 29, 41) if stops else ()
-                scheduler.add(submit(name, tokens, max_tokens=count, tenant=tenant, version=version, stops=stop_ids), 0.0)
+                salt = f"salt of {tenant}" if shares else ""
+                request = submit(name, tokens, max_tokens=count, tenant=tenant, version=version, stops=stop_ids, cache_salt=salt)
+                add(scheduler, request)
                 wanted[name] = expected(tokens, min(count, 32 - prompt), stop_ids)
             if abort_at == turn and at <= turn and name in scheduler.request_ids:
                 scheduler.abort(name)
@@ -492,6 +343,23 @@ def test_a_paused_sequence_gives_its_pages_to_others_that_lack_some(lag: int) ->
     scheduler.pause("slow", paused=False)
     loop.run()
     assert loop.outputs["slow"] == expected(tuple(range(1, 13)), 15, ())
+    assert_idle(scheduler)
+
+
+def test_a_paused_sequence_that_gave_way_is_in_nobodys_way_and_can_end() -> None:
+    scheduler = make(num_pages=8)
+    loop = Loop(scheduler)
+    scheduler.add(submit("slow", 12, max_tokens=15), 0.0)
+    for _ in range(3):
+        loop.turn()
+    scheduler.add(submit("fast", 4, max_tokens=26), 0.0)
+    loop.turn()
+    scheduler.pause("slow", paused=True)
+    loop.run()
+    assert loop.finished == {"fast": "length"}
+    assert (scheduler.num_waiting, scheduler.num_pages_used) == (1, 0)
+    assert list(scheduler._tenants.active) == []
+    scheduler.abort("slow")
     assert_idle(scheduler)
 
 

@@ -1,0 +1,76 @@
+"""Keys of KV pages: what must be equal for one page's contents to serve another request. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+_FORMAT = b"veneer.kv.1"
+
+
+class PageKeys:
+    """Builds the chain of page keys of one request; every tier of the cache uses this builder.
+
+    The key of a page is the SHA-256 of a tuple in which each field carries its tag and length, so that no value of one field
+    can stand for a value of another: format, salt of the caller's tenant, base digest, namespace, `active_from`, key of the
+    page before, tokens. The namespace is the base when the page lies wholly before the adapter starts (or there is none), else
+    the digest of the version; `active_from` is the offset inside the page at which the adapter starts, the page size for pages
+    of the base.
+
+    Args:
+        salt: Secret of the caller's tenant. Never empty: without one nothing is shared.
+        base_digest: Digest of the base model.
+        version: Digest of the adapter version that computes the request; None when the base does.
+        page_size: Tokens in a page.
+        active_from: Position in the sequence at which the adapter starts; tokens before it are computed by the base.
+    """
+
+    __slots__ = ("_active_from", "_base", "_page_size", "_prefix", "_prefix_of", "_salt", "_version")
+
+    def __init__(self, *, salt: str, base_digest: str, version: str | None, page_size: int, active_from: int = 0) -> None:
+        assert salt, "without a salt nothing is shared"
+        self._salt = salt.encode()
+        self._base = base_digest.encode()
+        self._version = version
+        self._page_size = page_size
+        self._active_from = active_from
+        self._prefix: hashlib._Hash
+        self._prefix_of = -1
+
+    def extend(self, keys: list[bytes], tokens: Sequence[int], *, end: int | None = None) -> None:
+        """Appends the keys of the full pages of `tokens[:end]` that `keys` lacks.
+
+        Raises:
+            ValueError: A token is not in [0, 2³²).
+        """
+        size = self._page_size
+        stop = len(tokens) if end is None else end
+        try:
+            for start in range(len(keys) * size, stop - size + 1, size):
+                active_from = self._offset(start)
+                if active_from != self._prefix_of:
+                    self._prefix, self._prefix_of = self._begin(active_from), active_from
+                digest = self._prefix.copy()
+                content = struct.pack(f"<{size}I", *tokens[start : start + size])
+                digest.update(_field(b"p", keys[-1] if keys else b"") + _field(b"t", content))
+                keys.append(digest.digest())
+        except struct.error as error:
+            raise ValueError("token ids must be in [0, 2**32)") from error
+
+    def _offset(self, start: int) -> int:
+        if self._version is None:
+            return self._page_size
+        return min(max(self._active_from - start, 0), self._page_size)
+
+    def _begin(self, active_from: int) -> hashlib._Hash:
+        if self._version is None or active_from == self._page_size:
+            namespace = _field(b"b", b"base")
+        else:
+            namespace = _field(b"v", self._version.encode())
+        head = _field(b"f", _FORMAT) + _field(b"s", self._salt) + _field(b"m", self._base) + namespace
+        return hashlib.sha256(head + _field(b"a", struct.pack("<I", active_from)))
+
+
+def _field(tag: bytes, value: bytes) -> bytes:
+    return tag + struct.pack("<Q", len(value)) + value

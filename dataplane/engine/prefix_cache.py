@@ -1,0 +1,77 @@
+"""Reuse of KV pages: which pages a sequence may begin with, and which of its own others may. Integers only."""
+
+from __future__ import annotations
+
+from dataplane.engine.kv_cache import PagePool
+from dataplane.engine.sequence import Sequence
+
+_MAX_BARRED = 10_000
+
+
+class PrefixCache:
+    """Names pages of sequences and finds them again; the pool keeps them. Owned by the scheduler.
+
+    Attributes:
+        queries: Prompt tokens looked up since start.
+        hits: Prompt tokens found since start.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._barred: dict[str, bool] = {}
+        self.queries = 0
+        self.hits = 0
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """Returns the pages that hold its beginning; never its last token, which is computed so that there is a result."""
+        if not sequence.keys:
+            return []
+        return self._pool.find(sequence.keys[: (len(sequence.tokens) - 1) // self._pool.page_size])
+
+    def share(self, sequence: Sequence) -> int:
+        """Gives a sequence that starts the pages that hold its beginning; returns how many."""
+        pages = self.find(sequence)
+        self._pool.share(pages)
+        sequence.pages += pages
+        sequence.num_named = len(pages)
+        sequence.num_scheduled = len(pages) * self._pool.page_size
+        if sequence.chain is not None:
+            self.queries += len(sequence.tokens)
+            self.hits += sequence.num_scheduled
+        return len(pages)
+
+    def keep(self, sequence: Sequence, num_computed: int) -> None:
+        """Names the pages that are full of committed positions, after their values led to a finite result."""
+        num_full = num_computed // self._pool.page_size
+        if sequence.chain is None or num_full <= sequence.num_named or sequence.submit.version in self._barred:
+            return
+        if len(sequence.keys) < num_full:
+            sequence.chain.extend(sequence.keys, sequence.tokens, end=num_full * self._pool.page_size)
+        for index in range(sequence.num_named, num_full):
+            self._pool.name(sequence.pages[index], sequence.keys[index], version=sequence.submit.version)
+        sequence.num_named = num_full
+
+    def bar(self, version: str) -> None:
+        """Drops what is kept of a version that was taken away, and keeps nothing of it until `unbar`."""
+        self._pool.forget(version)
+        self._barred.setdefault(version, False)
+        self._bound()
+
+    def unbar(self, version: str) -> None:
+        """Lets a version's pages be kept again, unless it ever gave values that are not finite."""
+        if self._barred.get(version) is False:
+            del self._barred[version]
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Drops what is kept of the version (of the tenant's own base pages) whose values were not finite."""
+        version = sequence.submit.version
+        if version is None:
+            self._pool.forget(None, sequence.submit.tenant)
+            return
+        self._pool.forget(version)
+        self._barred[version] = True
+        self._bound()
+
+    def _bound(self) -> None:
+        if len(self._barred) > _MAX_BARRED:
+            del self._barred[next(iter(self._barred))]

@@ -1,0 +1,204 @@
+"""A scheduler driven in integers: no model, no torch, a fake device."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from dataplane.engine.intake import Intake
+from dataplane.engine.kv_cache import PagePool
+from dataplane.engine.limits import Limits
+from dataplane.engine.messages import Sampling, Submit
+from dataplane.engine.plan import Outcome, Plan
+from dataplane.engine.scheduler import Scheduler
+from dataplane.lora.residency import Lease
+
+
+class FakeAdapters:
+    """`slots` adapters fit; a version is on the device when the test put it there. Rank = the number in its name."""
+
+    def __init__(self, resident: set[str] | None = None) -> None:
+        self.resident = set() if resident is None else resident
+        self.starved: set[str] = set()
+        self.leases: dict[int, str] = {}
+        self.withdrawn: list[str] = []
+        self._next = 0
+        self.seen = set(self.resident)
+        self.load_bytes = 0
+
+    def acquire(self, version: str) -> Lease | None:
+        if version not in self.resident:
+            return None
+        self._next += 1
+        self.leases[self._next] = version
+        return Lease(self._next, version, sorted(self.resident).index(version), int(version.split("r")[1]), 1)
+
+    def release(self, lease: Lease) -> None:
+        del self.leases[lease.lease_id]
+
+    def withdraw(self, version: str) -> None:
+        self.withdrawn.append(version)
+
+    def arrived(self) -> dict[str, int]:
+        arrived = self.resident - self.seen
+        self.seen = set(self.resident)
+        return dict.fromkeys(arrived, self.load_bytes)
+
+    def is_starved(self, version: str) -> bool:
+        return version in self.starved
+
+
+class Device:
+    """Runs plans on integers: the KV "cache" holds the tokens themselves, and the next token is a hash of all of them.
+
+    It checks what a step may rely on: pages are its own, positions are filled in order, nothing is read before it is written.
+    """
+
+    def __init__(self, page_size: int, *, stop_every: int = 0) -> None:
+        self.page_size = page_size
+        self.pages: dict[int, list[int | None]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.last: dict[int, int] = {}
+        self.stop_every = stop_every
+        self.owners: dict[int, object] = {}
+        self.computed_by: dict[tuple[int, int], object] = {}
+        self.frozen: set[int] = set()
+        self.num_computed = 0
+
+    def run(self, plan: Plan) -> list[int | None]:
+        out: list[int | None] = []
+        assert plan.num_tokens == sum(rows.count for rows in plan.rows)
+        for rows in plan.rows:
+            table = self.tables.setdefault(rows.seat, [])
+            del table[rows.num_pages_before :]
+            table += rows.new_pages
+            assert rows.num_shared_pages * self.page_size <= rows.start
+            for page in rows.new_pages[: rows.num_shared_pages]:
+                assert None not in self.pages[page], "only full pages are shared"
+                self.frozen.add(page)
+            for page in rows.new_pages[rows.num_shared_pages :]:
+                self.pages[page] = [None] * self.page_size
+                self.frozen.discard(page)
+            owner = self.owners.get(rows.seat)
+            self.num_computed += rows.count
+            ids = list(rows.ids)
+            if len(ids) < rows.count:
+                ids.append(self.last[rows.seat])
+            for position, token in enumerate(ids, rows.start):
+                page, offset = table[position // self.page_size], position % self.page_size
+                assert page not in self.frozen, "a shared page is never written"
+                self.pages[page][offset] = token
+                self.computed_by[page, offset] = owner
+            if rows.sampling is not None:
+                end = rows.start + rows.count
+                seen = [self.pages[table[i // self.page_size]][i % self.page_size] for i in range(end)]
+                assert None not in seen, "every earlier position was written"
+                by = {self.computed_by[table[i // self.page_size], i % self.page_size] for i in range(end)}
+                assert by == {owner}, "what one tenant, salt and version computed serves nobody else"
+                token = next_token([token for token in seen if token is not None])
+                self.last[rows.seat] = token
+                out.append(token)
+        owners = [page for seat in {rows.seat for rows in plan.rows} for page in self.tables[seat]]
+        private = [page for page in owners if page not in self.frozen]
+        assert len(private) == len(set(private)), "a page that is not shared has one owner"
+        assert 0 not in owners, "page 0 is nobody's"
+        return out
+
+
+def next_token(tokens: list[int]) -> int:
+    return (hash(tuple(tokens)) >> 3) % 50
+
+
+def expected(prompt: tuple[int, ...], count: int, stops: tuple[int, ...]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stops:
+            break
+    return tokens[len(prompt) :]
+
+
+def limits(**changes: Any) -> Limits:
+    values: dict[str, Any] = {
+        "max_sequences": 4, "max_step_tokens": 16, "max_step_rank_rows": 64, "max_context": 32, "max_waiting": 100,
+    }  # fmt: skip
+    return Limits(**(values | changes))
+
+
+def submit(name: str, prompt: int | tuple[int, ...] = 4, **fields: Any) -> Submit:
+    tokens = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
+    sampling = Sampling(max_tokens=fields.pop("max_tokens", 4), stop_token_ids=fields.pop("stops", ()), temperature=0.0)
+    return Submit(request_id=name, tenant=fields.pop("tenant", "t"), prompt=tokens, sampling=sampling, **fields)
+
+
+def add(scheduler: Scheduler, request: Submit, now: float = 0.0) -> None:
+    """Adds a request as the engine's intake does."""
+    intake = Intake(
+        base_digest="base", page_size=scheduler._pool.page_size, vocab_size=1000, max_context=scheduler._limits.max_context
+    )
+    arrival = intake.prepare(request)
+    assert arrival.fault is None
+    scheduler.add(request, now, chain=arrival.chain, keys=arrival.keys)
+
+
+def make(num_pages: int = 32, page_size: int = 4, adapters: FakeAdapters | None = None, **changes: Any) -> Scheduler:
+    return Scheduler(limits(**changes), PagePool(num_pages, page_size), adapters or FakeAdapters())
+
+
+class Loop:
+    """Drives a scheduler, committing each plan `lag` steps late, and collects what requests see."""
+
+    def __init__(self, scheduler: Scheduler, *, page_size: int = 4, lag: int = 0) -> None:
+        self.scheduler = scheduler
+        self.device = Device(page_size)
+        self.lag = lag
+        self.uncommitted: deque[tuple[Plan, list[int | None]]] = deque()
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+        self.plans: list[Plan] = []
+
+    def turn(self) -> bool:
+        plan = self.scheduler.schedule()
+        ran = plan is not None and bool(plan.rows)
+        if plan is not None and plan.rows:
+            self.plans.append(plan)
+            for sequence in self.scheduler._in_flight[-1][1]:
+                self.device.owners[sequence.seat] = (sequence.submit.tenant, sequence.submit.cache_salt, sequence.submit.version)
+            self.uncommitted.append((plan, self.device.run(plan)))
+        if self.uncommitted and (len(self.uncommitted) > self.lag or not ran):
+            self.take(self.scheduler.commit(*self.uncommitted.popleft()))
+            ran = True
+        return ran
+
+    def take(self, outcome: Outcome) -> None:
+        for delta in outcome.deltas:
+            output = self.outputs.setdefault(delta.request_id, [])
+            assert delta.request_id not in self.finished
+            assert delta.index == len(output)
+            output += delta.ids
+            if delta.finish:
+                self.finished[delta.request_id] = delta.finish
+        for failed in outcome.failed:
+            self.failed[failed.request_id] = failed.status
+
+    def run(self, max_turns: int = 2000) -> None:
+        for _ in range(max_turns):
+            if not self.turn():
+                return
+        raise AssertionError("it does not come to an end")
+
+
+def assert_idle(scheduler: Scheduler, adapters: FakeAdapters | None = None) -> None:
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_pages_used) == (0, 0, 0)
+    assert scheduler.request_ids == ()
+    assert (scheduler._active, scheduler._active_rows, scheduler._awaited) == ({}, 0, {})
+    tenants = scheduler._tenants
+    assert (tenants._num_active, tenants._weights, tenants._parked, list(tenants.active)) == (0, 0, {}, [])
+    assert all(tenants.queue_of(name) == (0, 0) for name in tenants._accounts)
+    assert scheduler._pool.num_free == scheduler._pool.num_pages
+    assert scheduler._pool.num_kept == len(scheduler._pool._names) == len(scheduler._pool._index)
+    assert sum(account.held for account in scheduler._pool._accounts.values()) == 0
+    assert sorted(scheduler._seats) == list(range(scheduler._limits.max_sequences))
+    if adapters is not None:
+        assert adapters.leases == {}
