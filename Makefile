@@ -16,7 +16,7 @@ LAST_RELEASE = $(shell git describe --tags --abbrev=0 --match "v*" 2>/dev/null)
 .PHONY: help demo up down test test-long docker-test check lint type proto bench format
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
 
 demo: $(STUBS) ## start everything, stream from several adapters in one batch, check the result, stop
 	@$(BIN)/python -m demo.run

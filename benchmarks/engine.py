@@ -67,6 +67,7 @@ class InProcess:
             prompt=tuple(ids),
             sampling=Sampling(max_tokens=workload.output_tokens, temperature=0.0),
             version=adapter_name(index % workload.adapters) if workload.adapters else None,
+            cache_salt=f"{self._runs:x}",  # every run computes its prompts anew
         )
         count, first = 0, 0.0
         async for delta in self._client.submit(submit):
@@ -84,7 +85,11 @@ async def measure(*, rounds: int, streams: int, prompt_tokens: int, output_token
     mixed = Workload(streams, prompt_tokens, output_tokens, base.vocab_size, adapters=ADAPTERS)
     timings: dict[str, list[Timing]] = defaultdict(list)
     config = engine_config(model, streams=streams, context=prompt_tokens + output_tokens)
-    with tempfile.TemporaryDirectory() as folder, Process("bare", model) as bare:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Process("bare", model) as bare,
+        Process("transformers", model) as transformers,
+    ):
         client = await EngineClient.start(config)
         try:
             engine = InProcess(client)
@@ -93,15 +98,13 @@ async def measure(*, rounds: int, streams: int, prompt_tokens: int, output_token
             for warm in (workload, mixed):
                 await engine.run(warm)
             for _ in range(rounds):
+                timings["transformers base"].append(await asyncio.to_thread(transformers.run, workload))
                 timings["engine base"].append(await engine.run(workload))
                 timings["bare base"].append(await asyncio.to_thread(bare.run, workload))
                 timings["engine mixed"].append(await engine.run(mixed))
                 timings["bare mixed"].append(await asyncio.to_thread(bare.run, mixed))
         finally:
             await client.stop()
-    with Process("transformers", model) as transformers:
-        for _ in range(max(1, rounds - 1)):
-            timings["transformers base"].append(await asyncio.to_thread(transformers.run, workload))
     streamed = await measure_grpc(model, workload, rounds=rounds, timings=timings)
     _print_timings(timings)
     speed = {name: statistics.median(timing.tokens_per_s for timing in runs) for name, runs in timings.items()}

@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import secrets
 import sys
 import tempfile
 import time
@@ -68,11 +69,11 @@ class GrpcStreams:
         return Timing(**timing), per_message
 
 
-async def _stream(client: Client, workload: Workload, ids: list[int]) -> tuple[float, int]:
+async def _stream(client: Client, workload: Workload, ids: list[int], *, salt: bytes) -> tuple[float, int]:
     """Returns when the first token came, and the number of messages that carried tokens."""
     sampling = generation_pb2.SamplingParams(max_tokens=workload.output_tokens, temperature=0.0, ignore_eos=True)
     count, messages, first = 0, 0, 0.0
-    async for event in client.generate(ids, sampling=sampling):
+    async for event in client.generate(ids, sampling=sampling, cache_salt=salt):
         if isinstance(event, generation_pb2.Chunk) and event.ids:
             first = first or time.perf_counter()
             count += len(event.ids)
@@ -83,7 +84,8 @@ async def _stream(client: Client, workload: Workload, ids: list[int]) -> tuple[f
 
 async def _run(client: Client, workload: Workload) -> tuple[Timing, float]:
     start = time.perf_counter()
-    results = await asyncio.gather(*(_stream(client, workload, ids) for ids in workload.prompts()))
+    salt = secrets.token_bytes(16)  # every run computes its prompts anew
+    results = await asyncio.gather(*(_stream(client, workload, ids, salt=salt) for ids in workload.prompts()))
     total = time.perf_counter() - start
     prefill = max(first for first, _ in results) - start
     tokens = workload.streams * workload.output_tokens

@@ -7,6 +7,7 @@ import binascii
 import hmac
 import json
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -66,13 +67,17 @@ class BlobGrants:
 
         Raises:
             NotFoundError: There is no such version.
-            FailedPreconditionError: It was retired or is quarantined.
+            FailedPreconditionError: It was retired or is quarantined, or is for another base than the node's.
         """
-        columns = models.versions.c
+        v, n = models.versions.c, models.nodes.c
+        is_for_node = select(n.base_digest == v.base_digest).where(n.id == uuid.UUID(node_id)).scalar_subquery()
+        query = select(models.versions, is_for_node.label("is_for_node")).where(v.digest == version)
         async with self._database.transaction(NODE) as connection:
-            row = (await connection.execute(select(models.versions).where(columns.digest == version))).one_or_none()
+            row = (await connection.execute(query)).one_or_none()
         if row is None:
             raise NotFoundError(NO_VERSION)
+        if not row.is_for_node:
+            raise FailedPreconditionError(f"version {version} is for another base")
         if row.state != READY:
             raise FailedPreconditionError(f"version {version} is {row.state.lower()}")
         end = int(self._clock() + self._lifetime_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,9 +16,10 @@ from controlplane.spool import CONFIG, WEIGHTS, Part
 from controlplane.wire import adapter_message, alias_message, base_description, base_message, version_message
 from veneer.access import current_identity
 from veneer.controlplane.v1 import bases_pb2, bases_pb2_grpc, catalog_pb2, catalog_pb2_grpc
-from veneer.errors import InvalidArgumentError, Violation
+from veneer.errors import DeadlineExceededError, InvalidArgumentError, Violation
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+_HEADER_TIMEOUT_S = 30.0  # a stream that never says what it is about would hold its place for ever
 _FILES = {catalog_pb2.ADAPTER_FILE_CONFIG: CONFIG, catalog_pb2.ADAPTER_FILE_WEIGHTS: WEIGHTS}
 
 
@@ -49,7 +51,11 @@ class CatalogServicer(catalog_pb2_grpc.CatalogServiceServicer):
         self, requests: AsyncIterator[catalog_pb2.PublishRequest], context: _Context
     ) -> catalog_pb2.PublishResponse:
         """See the API."""
-        first = await anext(requests, None)
+        try:
+            async with asyncio.timeout(_HEADER_TIMEOUT_S):
+                first = await anext(requests, None)
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"no header came for {_HEADER_TIMEOUT_S:g} s") from error
         if first is None or not first.HasField("header"):
             raise InvalidArgumentError.of([Violation("header", "must be the first message of the stream")])
         header = first.header

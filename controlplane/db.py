@@ -20,6 +20,8 @@ from veneer.errors import AbortedError, InternalError, InvalidArgumentError, Una
 _READ_ONLY = "25006"
 _ADMIN_SHUTDOWN = "57P01"
 _POOL_RECYCLE_S = 300
+# A server that vanished without a word is found within seconds; by default TCP asks after two hours.
+_LIVENESS = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
 _SET_SCOPE = text("SELECT set_config('app.tenant', :tenant, true), set_config('app.scope', :scope, true)")
 
 
@@ -49,9 +51,7 @@ class Scope:
 OPERATOR: Final = Scope("operator")
 """An operator: tenants, nodes and enrolments; no adapter, no version, no key."""
 NODE: Final = Scope("node")
-"""A data plane: versions of all tenants, read-only, and its own node row."""
-
-
+"""A data plane: versions of all tenants, read-only, nodes and enrolments."""
 PUBLIC: Final = Scope("public")
 """Nobody in particular: what all may see, the bases."""
 
@@ -158,6 +158,7 @@ def _engine(
             "connect_timeout": settings.connect_timeout_s,
             "options": options,
             "target_session_attrs": "read-write",
+            **_LIVENESS,
             "application_name": f"veneer-controlplane/{role}",
         },
     )

@@ -122,11 +122,12 @@ class Nodes:
         """Notes that a node found a version faulty; quarantines it when enough nodes did. Says whether it is quarantined now.
 
         Raises:
-            NotFoundError: There is no such version.
+            NotFoundError: There is no such version for the node's base.
         """
-        columns = models.versions.c
+        v, n = models.versions.c, models.nodes.c
+        mine = (n.id == uuid.UUID(node_id)) & (n.base_digest == v.base_digest)
         async with self._database.transaction(NODE) as connection:
-            query = select(columns.tenant, columns.adapter).where(columns.digest == digest)
+            query = select(v.tenant, v.adapter).join(models.nodes, mine).where(v.digest == digest)
             found = (await connection.execute(query)).one_or_none()
             if found is None:
                 raise NotFoundError(NO_VERSION)

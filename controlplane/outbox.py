@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -23,7 +23,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from controlplane.db import Database, translated
 from controlplane.settings import Settings
 from veneer.controlplane.v1 import hints_pb2
-from veneer.errors import VeneerError
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,13 +48,15 @@ _TRIM = text("""
     UPDATE change_floor f SET xid = last.xid, id = last.id
     FROM (SELECT xid, id FROM gone ORDER BY xid DESC, id DESC LIMIT 1) last WHERE (last.xid, last.id) > (f.xid, f.id)
 """)
+_TRIM_OUTBOX = text("DELETE FROM outbox WHERE create_time < now() - make_interval(secs => :age)")
 _TRIM_REQUESTS = text("DELETE FROM publish_requests WHERE create_time < now() - make_interval(secs => :age)")
 
 
 class Relay:
     """Moves events from the outbox to Redis until it is stopped. Owned by the process; runs as one task.
 
-    It outlives both servers' absence: whatever fails, it pauses, longer each time up to 5 s, and tries again.
+    It outlives both servers' absence: whatever fails, it pauses, longer each time up to 5 s, and tries again. Hints that find no
+    Redis wait for as long as changes are kept, so that the outbox stays bounded.
     """
 
     def __init__(self, database: Database, settings: Settings, *, registry: CollectorRegistry) -> None:
@@ -77,18 +78,11 @@ class Relay:
         loop = asyncio.get_running_loop()
         trim_at = loop.time()
         while True:
-            try:
-                while await self.relay_batch() == _BATCH:
-                    pass
-                await self._measure()
-                if loop.time() >= trim_at:
-                    await self.trim()
-                    trim_at = loop.time() + _TRIM_EVERY_S
-                pause = self._interval_s
-            except (RedisError, OSError, VeneerError) as error:
-                self._failed.inc()
-                _LOG.warning("hints wait in the outbox", extra={"cause": type(error).__name__, "retry_s": pause})
-                pause = min(pause * 2, _MAX_PAUSE_S)
+            relayed = await self._try("relay", self._relay_all)
+            pause = self._interval_s if relayed else min(pause * 2, _MAX_PAUSE_S)
+            await self._try("measure", self.measure)
+            if loop.time() >= trim_at and await self._try("trim", self.trim):
+                trim_at = loop.time() + _TRIM_EVERY_S
             await asyncio.sleep(pause)
 
     async def relay_batch(self) -> int:
@@ -112,17 +106,40 @@ class Relay:
         return len(rows)
 
     async def trim(self) -> None:
-        """Removes changes and publish answers past their retention."""
+        """Removes changes and publish answers past their retention, and hints that Redis was away for as long."""
         with translated():
             async with self._engine.begin() as connection:
                 await connection.execute(_TRIM, {"age": self._retention_s})
+                await connection.execute(_TRIM_OUTBOX, {"age": self._retention_s})
                 await connection.execute(_TRIM_REQUESTS, {"age": self._retention_s})
+
+    async def measure(self) -> None:
+        """Shows how many events wait, and for how long; above all while Redis is away."""
+        with translated():
+            async with self._engine.begin() as connection:
+                count, age = (await connection.execute(_WAITING)).one()
+        self._waiting.set(count)
+        self._oldest.set(float(age))
 
     async def close(self) -> None:
         """Closes the connection to Redis."""
         if self._redis is not None:
             with contextlib.suppress(RedisError, OSError):
                 await self._redis.aclose()
+
+    async def _relay_all(self) -> None:
+        while await self.relay_batch() == _BATCH:
+            pass
+
+    async def _try(self, work: str, run: Callable[[], Awaitable[None]]) -> bool:
+        """Says whether it went well. No failure may end the relay, since nobody would start it again."""
+        try:
+            await run()
+        except Exception as error:  # noqa: BLE001
+            self._failed.inc()
+            _LOG.warning("the relay failed; what it had to do waits", extra={"work": work, "cause": type(error).__name__})
+            return False
+        return True
 
     async def _publish(self, redis: Redis, rows: Sequence[Row[Any]]) -> None:
         async with redis.pipeline(transaction=False) as pipeline:
@@ -135,13 +152,6 @@ class Relay:
 
     async def _is_ours(self, connection: AsyncConnection) -> bool:
         return bool((await connection.execute(_TRY_LOCK, {"lock": _LOCK})).scalar_one())
-
-    async def _measure(self) -> None:
-        with translated():
-            async with self._engine.begin() as connection:
-                count, age = (await connection.execute(_WAITING)).one()
-        self._waiting.set(count)
-        self._oldest.set(float(age))
 
 
 def _connect(url: str) -> Redis:

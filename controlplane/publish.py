@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from sqlalchemy import Row, select, update
@@ -29,6 +29,8 @@ from controlplane.settings import Settings
 from controlplane.spool import CONFIG, WEIGHTS, Part, Received, Spool
 from veneer.artifact import BaseDescription, Limits, Report, version_digest
 from veneer.errors import AbortedError, AlreadyExistsError, DeadlineExceededError, InvalidArgumentError, Violation
+
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,8 @@ class PublishMetrics:
 class Publisher:
     """Use case of publishing. Owns the bounds on uploads and checks at a time, and the order of publishes with one request_id.
 
+    No tenant may have all uploads, so that nobody can hold the others up by being slow.
+
     Nothing is visible before the transaction at the end: a crash earlier leaves at most an object in the store that no row
     names, and the same publish again finishes it.
     """
@@ -100,7 +104,8 @@ class Publisher:
         )
         self._uploads = asyncio.Semaphore(settings.max_publishes)
         self._checks = asyncio.Semaphore(settings.max_checks)
-        self._running: dict[tuple[str, str], _Turn] = {}
+        self._tenants: dict[str, _Turn] = {}
+        self._requests: dict[tuple[str, str], _Turn] = {}
 
     async def publish(self, owner: str, order: PublishOrder, *, parts: AsyncIterator[Part]) -> Published:
         """Publishes a version; the same request_id and content again give the same answer.
@@ -120,7 +125,7 @@ class Publisher:
         base = await self._bases.find(order.base)
         limits = {CONFIG: self._settings.max_config_bytes, WEIGHTS: self._settings.max_weights_bytes}
         spool = Spool(self._settings.spool_folder, limits, part_timeout_s=self._settings.part_timeout_s)
-        async with self._uploads, spool:
+        async with _turn(self._tenants, owner, places=self._settings.max_publishes_per_tenant), self._uploads, spool:
             try:
                 async with asyncio.timeout(self._settings.upload_timeout_s):
                     files = await spool.receive(parts)
@@ -128,7 +133,7 @@ class Publisher:
                 raise DeadlineExceededError(f"the upload took longer than {self._settings.upload_timeout_s:g} s") from error
             self._metrics.received.inc(sum(file.size_bytes for file in files.values()))
             draft = _Draft.of(owner, order, base=base, files=files)
-            async with self._turn(owner, order.request_id):
+            async with _turn(self._requests, (owner, order.request_id), places=1):  # others wait and find the answer
                 published = await self._stored(draft)
                 if published is not None:
                     self._metrics.repeated.inc()
@@ -137,19 +142,6 @@ class Publisher:
                 for file in files.values():
                     await self._blobs.put(draft.digest, file.digest, file.path)
                 return await self._commit(draft, report)
-
-    @asynccontextmanager
-    async def _turn(self, owner: str, request_id: str) -> AsyncIterator[None]:
-        """One publish at a time with a request_id: the others wait and find its answer."""
-        turn = self._running.setdefault((owner, request_id), _Turn())
-        turn.num_waiting += 1
-        try:
-            async with turn.lock:
-                yield
-        finally:
-            turn.num_waiting -= 1
-            if turn.num_waiting == 0:
-                del self._running[owner, request_id]
 
     async def _stored(self, draft: _Draft) -> Published | None:
         """The answer that was given to this request_id before; None when it is new and its content too."""
@@ -197,9 +189,23 @@ class Publisher:
 
 
 class _Turn:
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.num_waiting = 0
+    def __init__(self, places: int) -> None:
+        self.places = asyncio.Semaphore(places)
+        self.num_users = 0
+
+
+@asynccontextmanager
+async def _turn(turns: dict[_Key, _Turn], key: _Key, *, places: int) -> AsyncIterator[None]:
+    """At most so many at a time with one key; who waits is served in order."""
+    turn = turns.setdefault(key, _Turn(places))
+    turn.num_users += 1
+    try:
+        async with turn.places:
+            yield
+    finally:
+        turn.num_users -= 1
+        if turn.num_users == 0:
+            del turns[key]
 
 
 @dataclass(frozen=True, slots=True)

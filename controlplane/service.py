@@ -27,6 +27,7 @@ from controlplane.publish import Check, Publisher, PublishMetrics
 from controlplane.resolve import Resolver
 from controlplane.rules import RULES
 from controlplane.settings import Settings
+from controlplane.spool import remove_abandoned
 from controlplane.tenant_servicer import TenantServicer
 from controlplane.tenants import Tenants
 from controlplane.vault import Vault
@@ -101,9 +102,11 @@ class ControlPlane:
             authenticators={"callers": identities, "operators": identities},
             registry=registry,
         )
+        self._spool_folder = settings.spool_folder
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
+        await asyncio.to_thread(remove_abandoned, self._spool_folder)
         self._task = asyncio.create_task(self.relay.run(), name="relay")
         return self
 

@@ -52,6 +52,7 @@ class Settings(BaseSettings):
         max_rank: Largest rank of a pair.
         max_tensors: Most tensors in a file.
         max_publishes: Uploads received at the same time.
+        max_publishes_per_tenant: Of these, how many may be one tenant's; its further ones wait.
         max_checks: Publish checks run at the same time.
         check_timeout_s: Longest publish check.
         part_timeout_s: Longest wait for the next part of an upload.
@@ -60,7 +61,7 @@ class Settings(BaseSettings):
         enrollment_lifetime_s: Life of an enrolment token.
         node_key_overlap_s: How long a node's old key works after a rotation.
         quarantine_reports: Nodes that must report a version before it is quarantined.
-        relay_interval_s: Pause between looks into the outbox when nothing wakes the relay.
+        relay_interval_s: Pause between looks into the outbox.
         change_retention_s: How long changes and publish requests are kept; at least a day.
         log_level: Least level that is logged.
     """
@@ -97,6 +98,7 @@ class Settings(BaseSettings):
     max_rank: Annotated[int, Field(ge=1, le=1024)] = 256
     max_tensors: Annotated[int, Field(ge=1, le=65536)] = 4096
     max_publishes: Annotated[int, Field(ge=1, le=256)] = 8
+    max_publishes_per_tenant: Annotated[int, Field(ge=1, le=256)] = 4
     max_checks: Annotated[int, Field(ge=1, le=64)] = 2
     check_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
     part_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
+import os
+import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +21,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 _ORDER = (CONFIG, WEIGHTS)
+_PREFIX = "veneer-publish-"
+_FRESH_S = 60.0  # an upload's folder is made and then locked: leave it the time for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,8 @@ class Received:
 class Spool:
     """Temporary files of one upload, gone when the block ends. Owned by one call.
 
+    The folder is locked for as long as the process lives; see `remove_abandoned`.
+
     Args:
         folder: Where the files lie; None: the system's temporary folder.
         limits: Largest size of each file by name.
@@ -51,10 +59,13 @@ class Spool:
         self._part_timeout_s = part_timeout_s
         self._files: dict[str, _File] = {}
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._lock = -1
 
     async def __aenter__(self) -> Self:
         try:
-            self._temporary = tempfile.TemporaryDirectory(prefix="veneer-publish-", dir=self._folder)
+            self._temporary = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self._folder)
+            self._lock = os.open(self._temporary.name, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise UnavailableError("there is no room for uploads") from error
         return self
@@ -64,6 +75,8 @@ class Spool:
             file.handle.close()
         if self._temporary is not None:
             self._temporary.cleanup()  # unlinks two files: quick, and not to be cut short by a cancelled call
+        if self._lock >= 0:
+            os.close(self._lock)
 
     async def receive(self, parts: AsyncIterator[Part]) -> dict[str, Received]:
         """Takes all parts; the configuration's come before those of the weights.
@@ -102,6 +115,31 @@ class Spool:
         if file.size_bytes + len(part.data) > limit:
             raise InvalidArgumentError.of([Violation(part.file, f"is larger than {limit} bytes")])
         return file
+
+
+def remove_abandoned(folder: Path | None) -> int:
+    """Removes uploads that a process left when it was killed; says how many. Those of processes that live stay. Blocks.
+
+    Args:
+        folder: Where uploads lie; None: the system's temporary folder.
+    """
+    removed = 0
+    for upload in Path(folder or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            if time.time() - upload.lstat().st_mtime < _FRESH_S:
+                continue
+            lock = os.open(upload, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # gone in the meantime, or another user's
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(upload, ignore_errors=True)
+            removed += 1
+        except OSError:
+            continue  # somebody receives it
+        finally:
+            os.close(lock)
+    return removed
 
 
 class _File:

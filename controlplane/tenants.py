@@ -127,17 +127,17 @@ class Tenants:
             NotFoundError: There is no such tenant.
         """
         limit = page_limit(page_size)
-        start = page_start("keys", token, kinds=[str, str])
+        start = page_start("keys", token, kinds=[datetime, uuid.UUID])
         columns = models.keys.c
         query = select(*_KEY).where(columns.tenant == tenant)
         if start is not None:
-            query = query.where(tuple_(columns.create_time, columns.id) < (_time(start[0]), _uuid(start[1])))
+            query = query.where(tuple_(columns.create_time, columns.id) < tuple(start))
         query = query.order_by(columns.create_time.desc(), columns.id.desc()).limit(limit + 1)
         async with self._database.transaction(Scope.of_tenant(tenant)) as connection:
             await _must_exist(connection, tenant)
             rows = (await connection.execute(query)).all()
         keys = [_key(row) for row in rows[:limit]]
-        return keys, page_token("keys", [keys[-1].create_time.isoformat(), keys[-1].id]) if len(rows) > limit else ""
+        return keys, page_token("keys", [keys[-1].create_time, uuid.UUID(keys[-1].id)]) if len(rows) > limit else ""
 
     async def revoke_key(self, tenant: str, key_id: str) -> Key:
         """Ends a key at once; a second time changes nothing.
@@ -166,11 +166,3 @@ async def _must_exist(connection: AsyncConnection, tenant: str) -> None:
 
 def _key(row: Row[Any]) -> Key:
     return Key(str(row.id), row.tenant, tuple(row.roles), row.label, row.create_time, row.expire_time, row.revoke_time)
-
-
-def _time(text: str | int) -> datetime:
-    return datetime.fromisoformat(str(text))
-
-
-def _uuid(text: str | int) -> uuid.UUID:
-    return uuid.UUID(str(text))

@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 _CHANNEL = "veneer:hints:v1"
 _VERSION = re.compile(r"[0-9a-f]{64}")
 _MAX_BYTES = 1024
+_IGNORED_PAUSE_S = (
+    0.001  # so a flood costs a bounded part of the event loop's time; what is not read waits in Redis, up to its limit
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +154,14 @@ class HintSubscriber:
             if message["type"] == "subscribe":
                 self.connected = True
                 self._on_connect()
-            elif message["type"] == "message":
-                self._handle(message["data"])
+            elif message["type"] == "message" and not self._handle(message["data"]):
+                await asyncio.sleep(_IGNORED_PAUSE_S)
 
-    def _handle(self, payload: Any) -> None:
+    def _handle(self, payload: Any) -> bool:
+        """Acts on a hint; returns False when it is ignored."""
         hint = read_hint(payload)
         if hint is None or not self._allowance.take():
             self.num_ignored += 1
-            return
+            return False
         self._on_hint(hint)
+        return True

@@ -27,6 +27,7 @@ from veneer.errors import (
 )
 
 _log = logging.getLogger(__name__)
+_RECHECK_AGAIN_S = 1.0
 _HINT_LEVEL = 0.9  # hints fill free room only: above this part of the host budget they are dropped
 
 
@@ -73,6 +74,8 @@ class Claim:
 class _Load:
     task: asyncio.Task[None]
     claims: list[Claim] = field(default_factory=list)
+    doubted: bool = False
+    """The catalogue changed something about the version while it was on its way."""
 
 
 class Prefetcher:
@@ -145,13 +148,15 @@ class Prefetcher:
 
     def recheck(self, version: str) -> None:
         """The catalogue changed something about the version: ask whether what is held of it may still be served."""
+        if version in self._loads:
+            self._loads[version].doubted = True
         if self._is_held(version):
             self._rechecks[version] = None
             self._recheck_asked.set()
 
     def recheck_all(self) -> None:
         """As `recheck`, for everything held."""
-        for version in {*self._cache.versions(), *self._staged, *self._on_device}:
+        for version in {*self._cache.versions(), *self._staged, *self._on_device, *self._loads}:
             self.recheck(version)
 
     def moved(self, version: str, place: str, *, seconds: float) -> None:
@@ -208,9 +213,12 @@ class Prefetcher:
 
     def _replace(self, version: str) -> None:
         """The image was corrupt: fetch it again, once; a second time it cannot be had."""
+        is_gone = not self._cache.path(version).exists()
         self._on_device.discard(version)
         self._staged.discard(version)
         self._cache.remove(version)
+        if is_gone:  # it made room before the engine opened it; if a request waits for it, the engine says so next
+            return
         self._metrics.corrupt("host")
         _log.error("a host image is corrupt", extra={"version": version})
         if version in self._distrusted:
@@ -236,7 +244,7 @@ class Prefetcher:
     async def _bring(self, version: str) -> None:
         started_s = time.monotonic()
         try:
-            path = await self._fetch(version, started_s)
+            await self._fetch(version, started_s)
         except asyncio.CancelledError:
             self._fail(version, UnavailableError("the node is stopping"), claims=self._loads.pop(version).claims)
             raise
@@ -248,16 +256,19 @@ class Prefetcher:
             self._fail(version, InternalError("the version could not be loaded"), claims=self._loads.pop(version).claims)
             return
         self._metrics.loaded("store", "host", time.monotonic() - started_s)
-        self._staged.add(version)
-        self._engine.stage(version, str(path))
-        for claim in self._loads.pop(version).claims:
+        load = self._loads.pop(version)
+        self._stage_if_there(version)  # nobody's claim keeps what a hint brought: it may have made room already
+        for claim in load.claims:
             claim.loaded.set_result(None)
+        if load.doubted:
+            self.recheck(version)
 
-    async def _fetch(self, version: str, started_s: float) -> Path:
+    async def _fetch(self, version: str, started_s: float) -> None:
         pause_s = 0.1
         while True:
             try:
-                return await self._store.fetch(version)
+                await self._store.fetch(version)
+                return
             except (UnavailableError, ResourceExhaustedError) as error:
                 if time.monotonic() + pause_s - started_s > self._load_timeout_s:
                     raise
@@ -294,5 +305,6 @@ class Prefetcher:
                     await self._may_serve(version)
                 except (NotFoundError, FailedPreconditionError):
                     self._drop(version)
-                except VeneerError:  # unreachable: resolving decides; ask again with the next change
-                    continue
+                except VeneerError:  # unreachable; meanwhile resolving decides who is admitted
+                    self._rechecks[version] = None
+                    await asyncio.sleep(_RECHECK_AGAIN_S)

@@ -68,7 +68,7 @@ class ResolveCache:
         hard_age_s: How long it may be used while the control plane is unreachable.
         max_entries: Answers kept; the least recently used go first.
         clock: Monotonic seconds.
-        wall_clock: Seconds since 1970, for the expiry of keys only.
+        wall_clock: Seconds since 1970, for the expiry of keys while the control plane is unreachable.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class ResolveCache:
         if entry is not None and not entry.dirty and self._clock() - entry.started_s < self._soft_age_s:
             self._fresh += 1
             self._entries.move_to_end(key)
-            return self._unexpired(entry.answer)
+            return entry.answer
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = self._start(key)
         try:
-            return self._unexpired(await asyncio.shield(flight.task))
+            return await asyncio.shield(flight.task)
         except (UnavailableError, DeadlineExceededError) as error:
             entry = self._entries.get(key)
             if entry is None or self._clock() - entry.started_s >= self._hard_age_s:
@@ -131,8 +131,11 @@ class ResolveCache:
             subjects: What changed; None for everything.
         """
         changed = None if subjects is None else frozenset(subjects)
+        fresh_from_s = self._clock() - self._soft_age_s
         for key, entry in self._entries.items():
-            if not entry.dirty and (changed is None or _concerns(key, entry.answer, changed)):
+            if entry.dirty or entry.started_s <= fresh_from_s:  # is asked again anyway
+                continue
+            if changed is None or _concerns(key, entry.answer, changed):
                 entry.dirty = True
         # A call that is under way may have read the old state: those who wait for it began before the change and may have its
         # answer; those who come later must not.
@@ -185,6 +188,7 @@ class ResolveCache:
         return True
 
     def _unexpired(self, answer: Answer) -> Answer:
+        """Returns an answer that was kept, unless its key has ended since. Younger ones the control plane's own clock judged."""
         end = answer.caller.expire_unix_s
         if end is not None and self._wall_clock() > end + _EXPIRY_LEEWAY_S:
             raise UnauthenticatedError("no valid credential")

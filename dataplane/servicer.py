@@ -17,6 +17,7 @@ from dataplane.generation import Echo, GenerationRequest, Generator, Part, Serve
 from dataplane.resolution import Target
 from veneer.access import current_identity
 from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc
+from veneer.errors import InvalidArgumentError, Violation
 
 _MODES = {
     generation_pb2.FALLBACK_MODE_UNSPECIFIED: FallbackMode.NONE,
@@ -50,6 +51,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 def _request(request: generation_pb2.GenerateRequest, *, key_digest: bytes, deadline_s: float | None) -> GenerationRequest:
     reference = request.adapter
+    if not reference.adapter and (reference.owner or reference.alias or reference.version):
+        fault = "is needed beside owner, alias or version; without all of them the base answers"
+        raise InvalidArgumentError.of([Violation("adapter.adapter", fault)])
     return GenerationRequest(
         key_digest=key_digest,
         target=Target(reference.adapter, reference.owner, reference.alias, reference.version),

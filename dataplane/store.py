@@ -7,6 +7,7 @@ version's own digest, which came from the catalogue. Only a whole image ever get
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import logging
 import random
@@ -21,12 +22,14 @@ from typing import IO, Protocol
 from dataplane.catalog_client import Blob, Grant
 from dataplane.lora.host_cache import HostCache
 from dataplane.lora.image import ALIGN_BYTES, ImageError, ImagePair, build_image, write_image
+from dataplane.signed_urls import read_signed
 from veneer.artifact import Artifact, ArtifactError, BaseDescription, Limits, check, version_digest
 from veneer.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError, UnavailableError, VeneerError
 
 _log = logging.getLogger(__name__)
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class CorruptVersionError(FailedPreconditionError):
@@ -128,6 +131,8 @@ class AdapterStore:
                     await self._build(version, work)
             except OSError as error:
                 _log.error("a version cannot be written down", extra={"version": version, "errno": error.errno})
+                if error.errno in _FULL:  # the disk has less room than the budget; the next attempt finds some
+                    self._on_evicted(await asyncio.to_thread(self._cache.give_way))
                 raise UnavailableError("the node cannot keep the version now", retry_after_s=1.0) from error
             finally:
                 await asyncio.shield(asyncio.to_thread(shutil.rmtree, work, ignore_errors=True))
@@ -136,7 +141,7 @@ class AdapterStore:
     async def _download_twice(self, version: str, work: Path) -> None:
         for is_last in (False, True):
             try:
-                await self._download(version, work)
+                await self._download(version, work, by_url=not is_last)
                 return
             except CorruptVersionError:
                 self.num_corrupt += 1
@@ -149,7 +154,7 @@ class AdapterStore:
                     _log.warning("a corrupt version could not be reported", extra={"version": version, "status": error.status})
                 raise
 
-    async def _download(self, version: str, work: Path) -> None:
+    async def _download(self, version: str, work: Path, *, by_url: bool) -> None:
         try:
             grant = await self._source.grant_blobs(version)
         except NotFoundError as error:
@@ -158,7 +163,7 @@ class AdapterStore:
             raise UnloadableVersionError("the version is for another base than this node serves")
         self._check_grant(version, grant)
         for blob in grant.blobs:
-            await self._download_file(version, grant, blob, work / blob.name)
+            await self._download_file(version, grant, blob, work / blob.name, by_url=by_url)
 
     def _check_grant(self, version: str, grant: Grant) -> None:
         digests = {blob.name: blob.digest for blob in grant.blobs}
@@ -174,7 +179,8 @@ class AdapterStore:
         if sizes[_CONFIG] > self._artifact_limits.max_config_bytes or sizes[_WEIGHTS] > self._artifact_limits.max_weights_bytes:
             raise UnloadableVersionError("the version is larger than this node loads")
 
-    async def _download_file(self, version: str, grant: Grant, blob: Blob, path: Path) -> None:
+    async def _download_file(self, version: str, grant: Grant, blob: Blob, path: Path, *, by_url: bool) -> None:
+        """Reads a file from the object store where there is a signed address, and through the control plane where that fails."""
         digest = hashlib.sha256()
         size_bytes = 0
 
@@ -186,7 +192,13 @@ class AdapterStore:
             pause_s = self._limits.backoff_s
             for attempt in range(self._limits.max_resumes + 1):
                 try:
-                    transfer = self._source.read_blob(grant, blob, offset=size_bytes, idle_s=self._limits.idle_s)
+                    transfer: AsyncIterator[bytes]
+                    if by_url and blob.url and attempt == 0:
+                        transfer = read_signed(
+                            blob.url, offset=size_bytes, size_bytes=blob.size_bytes, idle_s=self._limits.idle_s
+                        )
+                    else:
+                        transfer = self._source.read_blob(grant, blob, offset=size_bytes, idle_s=self._limits.idle_s)
                     async with aclosing(transfer):  # type: ignore[type-var]
                         async for data in transfer:
                             size_bytes += len(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -37,6 +38,8 @@ class EngineSupervisor:
         start: Starts an engine and waits until it is ready.
         metrics: Counts starts.
         report_not_finite: Told which version gave logits that are not finite.
+        check_s: Time between looks at whether the engine still answers.
+        hang_s: How long it may take to answer; one that takes longer is killed and replaced. Far longer than any step.
     """
 
     def __init__(
@@ -45,10 +48,13 @@ class EngineSupervisor:
         *,
         metrics: Metrics,
         report_not_finite: Callable[[str], Awaitable[None]],
+        check_s: float = 15.0,
+        hang_s: float = 120.0,
     ) -> None:
         self._start = start
         self._metrics = metrics
         self._report_not_finite = report_not_finite
+        self._check_s, self._hang_s = check_s, hang_s
         self._client: EngineClient | None = None
         self._events: EngineEvents | None = None
         self._died = asyncio.Event()
@@ -69,17 +75,35 @@ class EngineSupervisor:
         return client.ready
 
     async def run(self) -> None:
-        """Starts a new engine whenever one died, until cancelled."""
+        """Starts a new engine whenever one died or stopped answering, until cancelled."""
         while True:
-            await self._died.wait()
+            await self._watch()
             pause_s = 0.1
             while self._client is None:
                 try:
                     await self._start_one()
-                except VeneerError as error:
-                    _log.error("the engine does not start", extra={"status": error.status, "cause": error.message})
+                except (VeneerError, OSError) as error:  # OSError: no process can be made now
+                    cause = error.message if isinstance(error, VeneerError) else type(error).__name__
+                    _log.error("the engine does not start", extra={"cause": cause})
                     await asyncio.sleep(pause_s)
                     pause_s = min(pause_s * 2, _MAX_PAUSE_S)
+
+    async def _watch(self) -> None:
+        """Returns when the engine is dead; one that does not answer is killed first."""
+        while not self._died.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._check_s):
+                    await self._died.wait()
+            client = self._client
+            if client is None:
+                continue
+            try:
+                await client.state(timeout_s=self._hang_s)
+            except UnavailableError:
+                if client is self._client:  # it did not die while it was asked
+                    _log.error("the engine does not answer; it is killed", extra={"hang_s": self._hang_s})
+                    client.kill()
+                    await self._died.wait()
 
     async def stop(self) -> None:
         """Stops the engine."""

@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from veneer.access import Authenticator, Identity, ListenerName, Rule, Rules, current_identity, key_digest_of, set_identity
-from veneer.errors import InternalError, PermissionDeniedError, UnauthenticatedError, VeneerError
+from veneer.errors import InternalError, InvalidArgumentError, PermissionDeniedError, UnauthenticatedError, VeneerError
 from veneer.statuses import code_of, message_of, trailers_of
 from veneer.validation import validate
 
@@ -76,7 +76,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return self._wrap(handler, handler_call_details.method)
 
     def _wrap(self, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> grpc.RpcMethodHandler[Any, Any]:
-        codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+        codec = {
+            "request_deserializer": _decoder(handler.request_deserializer),
+            "response_serializer": handler.response_serializer,
+        }
         rule = self._rules.get(method)
 
         if not handler.request_streaming and not handler.response_streaming:
@@ -84,7 +87,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
             async def call_unary_unary(request: Message, context: _Context) -> Any:
                 async with self._call(method, rule, context):
-                    validate(request)
+                    _check(request)
                     return await unary_unary(request, context)
 
             return grpc.unary_unary_rpc_method_handler(call_unary_unary, **codec)
@@ -103,7 +106,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
             async def call_unary_stream(request: Message, context: _Context) -> None:
                 async with self._call(method, rule, context):
-                    validate(request)
+                    _check(request)
                     await _write_all(unary_stream(request, context), context)
 
             return grpc.unary_stream_rpc_method_handler(call_unary_stream, **codec)
@@ -177,8 +180,27 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 async def _validated(requests: AsyncIterator[Message]) -> AsyncIterator[Message]:
     async for request in requests:
-        validate(request)
+        _check(request)
         yield request
+
+
+def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Has bytes that are no message (invalid UTF-8 among them) refused by `_check`; gRPC would answer UNKNOWN."""
+
+    def decoded(data: bytes) -> Any:
+        assert decode is not None
+        try:
+            return decode(data)
+        except DecodeError:
+            return None
+
+    return None if decode is None else decoded
+
+
+def _check(request: Message | None) -> None:
+    if request is None:
+        raise InvalidArgumentError("the request's bytes are no message of its type")
+    validate(request)
 
 
 async def _write_all(responses: Any, context: _Context) -> None:

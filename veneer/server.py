@@ -278,8 +278,14 @@ class PlaneServer:
 
 
 def run_main(main: Coroutine[Any, Any, None]) -> None:
-    """Runs a process's main coroutine, on uvloop where it is installed."""
-    if importlib.util.find_spec("uvloop") is None:
+    """Runs a process's main coroutine, on uvloop where it is installed and safe.
+
+    uvloop starts child processes by a fork, and gRPC's handlers of forks then crash about one child in a hundred before it
+    begins (grpcio 1.85). They stay away only if the environment says so before gRPC is imported, as it does in the local stack
+    and in the image; otherwise asyncio's own loop runs, which starts children without those handlers.
+    """
+    handlers_are_off = os.environ.get("GRPC_ENABLE_FORK_SUPPORT") in ("0", "false")  # noqa: TID251  no setting of ours
+    if not handlers_are_off or importlib.util.find_spec("uvloop") is None:
         asyncio.run(main)
         return
     import uvloop

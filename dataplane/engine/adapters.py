@@ -46,6 +46,7 @@ class DeviceAdapters:
         self.residency = Residency(config.max_slots, num_units=arena.num_units, unit_bytes=config.arena_unit_bytes)
         self._paths: dict[str, Path] = {}
         self._asked: set[str] = set()
+        self._wanted: frozenset[str] = frozenset()
         self._staged: dict[str, int] = {}
         self._num_staged = 0
         self._lock = threading.Lock()
@@ -59,8 +60,11 @@ class DeviceAdapters:
         self._thread.start()
 
     def acquire(self, version: str) -> Lease | None:
-        """See `Residency.acquire`."""
-        return self.residency.acquire(version)
+        """See `Residency.acquire`. A miss that is new wakes the step loop once more, for `settle` to act on it."""
+        lease = self.residency.acquire(version)
+        if lease is None and version not in self._wanted:
+            self._wake.set()
+        return lease
 
     def want(self, version: str) -> bool:
         """Remembers the version as wanted unless it is on the device; returns whether it is."""
@@ -103,6 +107,10 @@ class DeviceAdapters:
         """Whether an image of the version is known in host memory."""
         return version in self._paths
 
+    def was_staged(self, version: str) -> bool:
+        """Whether an image of the version was said to be in host memory, opened already or not."""
+        return version in self._staged
+
     def poke(self) -> None:
         """Lets the copying thread look for work: something is wanted, or room came free."""
         if not self._poked:
@@ -132,7 +140,8 @@ class DeviceAdapters:
             if version not in self._asked and version not in self._paths:
                 self._asked.add(version)
                 notes.append(Wanted(version))
-        if self.residency.wanted():
+        self._wanted = frozenset(self.residency.wanted())
+        if self._wanted:
             self.poke()
         return notes
 

@@ -196,6 +196,10 @@ class EngineClient:
         finally:
             del self._queries[token]
 
+    def kill(self) -> None:
+        """Ends an engine that does not answer, at once; it counts as dead, and `on_death` hears of it."""
+        self._link.kill()
+
     async def stop(self) -> None:
         """Ends the engine; running requests end UNAVAILABLE."""
         self._stopping = True

@@ -191,7 +191,7 @@ class Engine:
         if submit.version is not None:
             if self._adapters.want(submit.version):
                 self._device_hits += 1
-            elif self._adapters.is_in_host(submit.version):
+            elif self._adapters.was_staged(submit.version):
                 self._host_hits += 1
             else:
                 self._store_loads += 1

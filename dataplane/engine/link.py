@@ -38,6 +38,9 @@ class Link(Protocol):
     def send(self, commands: list[Command]) -> None:
         """Sends commands, in order."""
 
+    def kill(self) -> None:
+        """Ends an engine that does not answer, at once."""
+
     async def close(self) -> None:
         """Waits for the engine to end; one that does not is killed."""
 
@@ -79,6 +82,12 @@ class ProcessLink:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(b"".join(map(encode, commands)))
 
+    def kill(self) -> None:
+        """Kills the process; the end of its stream tells of its death."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
     async def close(self) -> None:
         """Waits for the process to end, then makes it end."""
         if self._process is not None:
@@ -102,8 +111,8 @@ class ProcessLink:
         try:
             while line := await reader.readline():
                 self._receive((decode(line),))  # type: ignore[arg-type]
-        except (OSError, ValueError):
-            pass  # a torn line: the process died while it wrote
+        except (OSError, ValueError) as error:  # a torn line: the process died while it wrote
+            _log.warning("the engine's stream broke off", extra={"cause": type(error).__name__})
         finally:
             if self._writer is not None:
                 self._writer.close()  # an engine that still runs ends at the end of its stream
@@ -134,6 +143,10 @@ class ThreadLink:
         """Hands commands over."""
         for command in commands:
             self._engine.send(command)
+
+    def kill(self) -> None:
+        """Counts the engine as dead; a thread cannot be ended from outside."""
+        self._post(self._died)
 
     async def close(self) -> None:
         """Waits for the thread."""

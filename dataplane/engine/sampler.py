@@ -78,7 +78,7 @@ class Sampler:
         settings = [planned.sampling for planned in rows]
         assert None not in settings, "every row given to the sampler samples"
         largest, tokens = logits.max(dim=-1)
-        finite = largest.isfinite()
+        finite = largest.isfinite()  # before any rule: the request's own settings are never held against the version
         special = [i for i, planned in enumerate(rows) if not planned.plain]
         drawn = [i for i, sampling in enumerate(settings) if sampling and sampling.temperature > 0]
         if not special:
@@ -145,7 +145,8 @@ def _draw(logits: Tensor, settings: list[Sampling], noise: list[float]) -> Tenso
     """Draws one token a row, [R]; logits are float32 [R, vocab] and finite at their maximum."""
     device = logits.device
     temperature = torch.tensor([sampling.temperature for sampling in settings], device=device)
-    scaled = logits / temperature[:, None].clamp(min=1e-5)
+    ends = torch.finfo(logits.dtype)
+    scaled = (logits / temperature[:, None].clamp(min=1e-5)).clamp(ends.min, ends.max)
     scaled -= scaled.amax(dim=-1, keepdim=True)
     mass = scaled.exp().sum(dim=-1, dtype=torch.float64)
     few, few_ids = scaled.topk(min(_PREFILTER, scaled.shape[1]), dim=-1)

@@ -139,6 +139,7 @@ class Scheduler:
             self._awaited[submit.version] = self._awaited.get(submit.version, 0) + 1
         if deadline is not None:
             heapq.heappush(self._deadlines, (deadline, self._num_submitted, sequence))
+            self._forget_ended_deadlines()
         self._num_submitted += 1
 
     def abort(self, request_id: str) -> bool:
@@ -233,6 +234,12 @@ class Scheduler:
                 elif sequence.preempting:
                     self._requeue(sequence)
         return Outcome(tuple(deltas), tuple(failed), tuple(not_finite))
+
+    def _forget_ended_deadlines(self) -> None:
+        """Keeps no more ended requests than live ones: a distant deadline outlives its request by hours."""
+        if len(self._deadlines) > 2 * len(self._sequences) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].phase is not Phase.ENDED]
+            heapq.heapify(self._deadlines)
 
     def _append(self, sequence: Sequence, token: int, *, more: Chosen | None = None) -> Delta:
         index = sequence.num_output

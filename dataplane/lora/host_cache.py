@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import stat
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -37,7 +39,8 @@ class HostCache:
     Any thread may call any method. Files are deleted under the lock, so that a file written anew is never the one deleted.
 
     Args:
-        folder: Created if missing. It belongs to this cache alone: unfinished files of an earlier process are deleted.
+        folder: Created if missing. It belongs to this cache alone: unfinished files of an earlier process, folders and links
+            are deleted.
         max_bytes: Budget.
     """
 
@@ -50,10 +53,13 @@ class HostCache:
         self._in_use: dict[str, int] = {}
         self._hits = self._misses = self._evictions = 0
         folder.mkdir(parents=True, exist_ok=True)
-        found = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        found = sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime_ns)
         for path in found:
-            if path.suffix == _SUFFIX and _VERSION.fullmatch(path.stem):
-                self._files[path.stem] = path.stat().st_size
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):  # a folder or link would stand in an image's way for ever
+                _remove(path)
+            elif path.suffix == _SUFFIX and _VERSION.fullmatch(path.stem):
+                self._files[path.stem] = status.st_size
             elif path.suffix == ".tmp":
                 path.unlink()
         self._delete(self._make_room(0) or [])
@@ -109,6 +115,27 @@ class HostCache:
             self._files[version] = size_bytes
             self._files.move_to_end(version)
             evicted = self._make_room(0, keep=version) or []
+            self._delete(evicted)
+        return tuple(evicted)
+
+    def give_way(self) -> tuple[str, ...]:
+        """Deletes files, least recently used first, that hold an eighth of the bytes: the disk is full below the budget.
+
+        Returns:
+            The versions whose files were deleted; none when all are in use.
+        """
+        with self._lock:
+            evicted: list[str] = []
+            excess = sum(self._files.values()) / 8
+            for version, size in self._files.items():
+                if excess <= 0:
+                    break
+                if version not in self._in_use:
+                    evicted.append(version)
+                    excess -= size
+            for version in evicted:
+                del self._files[version]
+            self._evictions += len(evicted)
             self._delete(evicted)
         return tuple(evicted)
 
@@ -181,3 +208,10 @@ class HostCache:
     def _delete(self, versions: list[str]) -> None:
         for version in versions:
             self.path(version).unlink(missing_ok=True)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

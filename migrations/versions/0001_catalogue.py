@@ -355,7 +355,7 @@ CREATE POLICY operators ON tenants TO veneer_app USING (app_scope() = 'operator'
 CREATE POLICY operators ON nodes TO veneer_app USING (app_scope() = 'operator');
 CREATE POLICY operators ON enrollments TO veneer_app USING (app_scope() = 'operator');
 
--- Data planes: versions of all tenants, read-only; their own row and their enrolment.
+-- Data planes: versions of all tenants, read-only; nodes and enrolments, of which the use cases touch their own.
 CREATE POLICY nodes ON versions FOR SELECT TO veneer_app USING (app_scope() = 'node');
 CREATE POLICY nodes ON nodes TO veneer_app USING (app_scope() = 'node');
 CREATE POLICY nodes ON enrollments TO veneer_app USING (app_scope() = 'node');

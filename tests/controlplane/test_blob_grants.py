@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from typing import Any
 
 import grpc
@@ -10,7 +11,7 @@ import pytest
 
 from controlplane.blob_grants import BlobGrants
 from controlplane.vault import Vault
-from tests.fixtures.controlplane import BASE_DIGEST, Client, World, refused
+from tests.fixtures.controlplane import BASE_DIGEST, Client, World, refused, tiny_base
 from veneer.controlplane.v1 import catalog_pb2, nodes_pb2
 from veneer.errors import PermissionDeniedError
 
@@ -72,16 +73,25 @@ async def test_there_is_no_grant_for_a_version_that_is_none_or_has_ended(world: 
     assert (code, "retired" in text) == (grpc.StatusCode.FAILED_PRECONDITION, True)
 
 
+async def test_a_node_of_another_base_gets_no_grant(world: World, published: Any) -> None:
+    other = hashlib.sha256(b"other").hexdigest()
+    await world.base(tiny_base(other, "other"))
+    code, text = await refused(give(await world.node("elsewhere", other), published.version.digest))
+    assert (code, "another base" in text) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+
+
 async def test_a_grant_ends(world: World, published: Any) -> None:
     now = [1000.0]
     vault = Vault(bytes(32))
     plane = world.plane
     grants = BlobGrants(plane.database, vault, plane.blobs, lifetime_s=100, clock=lambda: now[0])
-    grant = await grants.give("node", published.version.digest)
+    await world.node()
+    node = (await world.operator.nodes.ListNodes(nodes_pb2.ListNodesRequest())).nodes[0].id
+    grant = await grants.give(node, published.version.digest)
     digest = grant.blobs[0].digest
     for time in (1000.0, 1100.0, 1160.0):  # a minute of leeway between the clocks of two processes
         now[0] = time
-        assert grants.check("node", grant.token, digest=digest) == published.version.digest
+        assert grants.check(node, grant.token, digest=digest) == published.version.digest
     now[0] = 1161.0
     with pytest.raises(PermissionDeniedError, match="ended"):
-        grants.check("node", grant.token, digest=digest)
+        grants.check(node, grant.token, digest=digest)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 
 import grpc
 import pytest
 
-from tests.fixtures.controlplane import BASE_DIGEST, Client, World, refused, serve, settings_for
+from tests.fixtures.controlplane import BASE_DIGEST, Client, World, refused, serve, settings_for, tiny_base
 from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2
 
 ENROLL = nodes_pb2.EnrollNodeRequest(base_digest=BASE_DIGEST)
@@ -136,4 +137,15 @@ async def test_a_version_that_is_none_cannot_be_reported(world: World) -> None:
     await world.base()
     node = await world.node()
     request = nodes_pb2.ReportVersionRequest(version="0" * 64, fault=nodes_pb2.VERSION_FAULT_CORRUPT)
+    assert await refused(node.nodes.ReportVersion(request)) == (grpc.StatusCode.NOT_FOUND, "there is no such version")
+
+
+async def test_a_node_of_another_base_cannot_report_a_version(world: World) -> None:
+    await world.base()
+    acme = await world.tenant("acme")
+    digest = (await world.publish(acme)).version.digest
+    other = hashlib.sha256(b"other").hexdigest()
+    await world.base(tiny_base(other, "other"))
+    node = await world.node("elsewhere", other)
+    request = nodes_pb2.ReportVersionRequest(version=digest, fault=nodes_pb2.VERSION_FAULT_CORRUPT)
     assert await refused(node.nodes.ReportVersion(request)) == (grpc.StatusCode.NOT_FOUND, "there is no such version")

@@ -142,6 +142,56 @@ async def test_an_event_that_redis_did_not_take_stays(world: World, own_valkey: 
     assert waiting(database) == 1
 
 
+async def test_what_waits_is_shown_while_redis_is_away_and_dropped_in_the_end(
+    world: World, own_valkey: Valkey, database: TestDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, seen = world.plane.relay, asyncio.Event()
+    measure = relay.measure
+
+    async def watched() -> None:
+        await measure()
+        if (world.plane.server.registry.get_sample_value("veneer_controlplane_outbox_oldest_seconds") or 0) > 86400:
+            seen.set()
+
+    monkeypatch.setattr(relay, "measure", watched)
+    own_valkey.kill()
+    await write(world.plane.database, "kept", "dropped")
+    make_older(database, "dropped", hours=30)
+    async with asyncio.timeout(20):
+        await seen.wait()
+
+    make_older(database, "dropped", hours=30)  # now older than what is kept
+    await relay.trim()
+
+    with database.connect() as connection:
+        assert connection.execute("SELECT adapter FROM outbox").fetchall() == [("kept",)]
+
+
+def make_older(database: TestDatabase, adapter: str, *, hours: int) -> None:
+    with database.connect() as connection:
+        query = "UPDATE outbox SET create_time = create_time - make_interval(hours => %s) WHERE adapter = %s"
+        connection.execute(query, (hours, adapter))
+
+
+async def test_an_error_that_nobody_foresaw_does_not_end_the_relay(
+    world: World, hints: PubSub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, failed = world.plane.relay, asyncio.Event()
+    whole = relay.relay_batch
+
+    async def fail_once() -> int:
+        if not failed.is_set():
+            failed.set()
+            raise ZeroDivisionError
+        return await whole()
+
+    monkeypatch.setattr(relay, "relay_batch", fail_once)
+    async with asyncio.timeout(20):
+        await failed.wait()
+    await write(world.plane.database, "after")
+    assert (await received(hints, 1))[-1].adapter == "after"
+
+
 async def test_the_relay_outlives_the_database(world: World, hints: PubSub, postgres: Postgres) -> None:
     postgres.stop()
     postgres.start()

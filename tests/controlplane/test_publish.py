@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from controlplane import catalog_servicer
 from controlplane.settings import Settings
 from tests.fixtures.controlplane import BASE_DIGEST, Client, Files, World, adapter_files, refused, upload
 from tests.fixtures.services import TestDatabase
@@ -204,6 +205,20 @@ async def test_a_stream_out_of_order_is_refused_by_field(
     assert field in text
 
 
+async def test_a_stream_without_a_header_ends(acme: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_servicer, "_HEADER_TIMEOUT_S", 0.05)
+    never = asyncio.Event()
+
+    async def silence() -> AsyncIterator[catalog_pb2.PublishRequest]:
+        await never.wait()
+        yield catalog_pb2.PublishRequest()
+
+    assert await refused(acme.catalog.Publish(silence())) == (
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "no header came for 0.05 s",
+    )
+
+
 async def test_an_upload_that_stalls_ends_and_gives_its_place_back(world: World, acme: Client, settings: Settings) -> None:
     world.shorten_waits(part_timeout_s=0.05)
 
@@ -215,6 +230,18 @@ async def test_an_upload_that_stalls_ends_and_gives_its_place_back(world: World,
     answers = await asyncio.gather(*(refused(call) for call in calls))
     assert {code for code, _ in answers} == {grpc.StatusCode.DEADLINE_EXCEEDED}
     assert (await acme.catalog.Publish(upload(adapter_files(1), **HEADER))).version.number == 1
+
+
+async def test_a_tenant_whose_uploads_stall_holds_nobody_else_up(world: World, acme: Client, settings: Settings) -> None:
+    async def stalling() -> AsyncIterator[catalog_pb2.PublishRequest]:
+        yield HEAD
+        await asyncio.Event().wait()
+
+    calls: list[Any] = [acme.catalog.Publish(stalling()) for _ in range(2 * settings.max_publishes)]
+    other = await world.tenant("other")
+    assert (await world.publish(other)).version.number == 1
+    for call in calls:
+        call.cancel()
 
 
 async def test_a_publish_that_its_caller_cancels_leaves_nothing(acme: Client, database: TestDatabase, world: World) -> None:

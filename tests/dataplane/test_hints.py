@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -135,3 +136,20 @@ def test_the_allowance_fills_with_time_up_to_its_burst() -> None:
     assert [allowance.take() for _ in range(2)] == [True, False]
     now_s = 1000
     assert [allowance.take() for _ in range(4)] == [True, True, True, False]
+
+
+async def test_a_flood_of_ignored_hints_takes_a_bounded_part_of_the_loops_time(valkey: Valkey) -> None:
+    listener = Listener(valkey.url(), burst=1)
+    try:
+        await listener.until(connects=1)
+        publisher = redis.asyncio.from_url(valkey.url())
+        async with publisher, publisher.pipeline(transaction=False) as pipeline:
+            for place in range(5000):
+                pipeline.publish(CHANNEL, hints_pb2.Hint(version=f"{place:064x}", generation=2**63).SerializeToString())
+            await pipeline.execute()
+        start_s, before = time.monotonic(), listener.subscriber.num_ignored
+        await until(lambda: listener.subscriber.num_ignored >= before + 200)
+        assert time.monotonic() - start_s >= 0.2  # a millisecond each at least, in which others have their turn
+        assert len(listener.hints) == 1
+    finally:
+        await listener.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ class Fetches:
         self.open = asyncio.Event()
         self.open.set()
         self.errors: list[Exception] = []
+        self.on_stored: Callable[[], object] = lambda: None
 
     async def fetch(self, version: str) -> Path:
         self.started.append(version)
@@ -34,6 +35,7 @@ class Fetches:
         path = self._cache.path(version)
         path.write_bytes(b"i" * 100)
         self._cache.add(version, size_bytes=100)
+        self.on_stored()
         return path
 
 
@@ -257,3 +259,46 @@ async def test_closing_ends_loads_and_those_who_wait(rig: Rig) -> None:
     for claim in claims:
         with pytest.raises(UnavailableError, match="stopping"):
             await claim.loaded
+
+
+async def test_a_version_that_changed_while_it_was_loaded_is_asked_about_afterwards(rig: Rig) -> None:
+    rig.store.open.clear()
+    claim = rig.prefetcher.ensure(VERSION)
+    await asyncio.sleep(0)
+    rig.prefetcher.recheck(VERSION)
+    rig.refused[VERSION] = FailedPreconditionError("retired")
+    rig.store.open.set()
+    await claim.loaded
+    await until(lambda: ("unstage", VERSION, "drop") in rig.engine.calls)
+    assert rig.cache.versions() == ()
+
+
+async def test_a_question_that_the_control_plane_could_not_answer_is_asked_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataplane.prefetcher._RECHECK_AGAIN_S", 0.01)
+    await rig.prefetcher.ensure(VERSION).loaded
+    rig.refused[VERSION] = UnavailableError("away")
+    rig.prefetcher.recheck(VERSION)
+    await until(lambda: len(rig.asked) >= 2)
+    rig.refused[VERSION] = FailedPreconditionError("retired")
+    await until(lambda: rig.cache.versions() == ())
+
+
+async def test_what_made_room_again_before_it_was_staged_is_not_told_to_the_engine(rig: Rig) -> None:
+    rig.store.on_stored = lambda: rig.cache.reserve(OTHER, size_bytes=1000)
+    rig.prefetcher.hint(VERSION)
+    await until(lambda: rig.store.started == [VERSION] and rig.prefetcher.num_loads == 0)
+    assert rig.engine.calls == []
+
+
+async def test_an_image_that_made_room_before_it_was_opened_is_not_taken_for_corrupt(rig: Rig) -> None:
+    for _ in range(3):
+        claim = rig.prefetcher.ensure(VERSION)
+        await claim.loaded
+        claim.release()
+        rig.prefetcher.evicted(rig.cache.reserve(OTHER, size_bytes=1000))
+        rig.cache.cancel(OTHER)
+        rig.prefetcher.moved(VERSION, "corrupt", seconds=0)
+    assert rig.store.started == [VERSION] * 3
+    assert ("fail", VERSION, "FAILED_PRECONDITION") not in rig.engine.calls

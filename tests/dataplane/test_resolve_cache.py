@@ -195,14 +195,28 @@ async def test_an_older_answer_that_comes_late_is_asked_once_more(plane: Plane) 
 
 
 @pytest.mark.parametrize(("after_s", "valid"), [(59.0, True), (61.0, False)])
-async def test_a_key_ends_when_it_says_with_leeway_for_two_clocks(plane: Plane, after_s: float, valid: bool) -> None:
+async def test_without_the_control_plane_a_key_ends_when_it_says_with_leeway_for_two_clocks(
+    plane: Plane, after_s: float, valid: bool
+) -> None:
     plane.says = Answer(caller(expire_unix_s=plane.wall_s), resolution(1))
+    await plane.cache.resolve(KEY)
+    plane.says = UnavailableError("away")
+    plane.now_s += 10
     plane.wall_s += after_s
     if valid:
         await plane.cache.resolve(KEY)
         return
     with pytest.raises(UnauthenticatedError):
         await plane.cache.resolve(KEY)
+
+
+async def test_a_clock_that_is_set_forward_ends_no_key_that_the_control_plane_knows(plane: Plane) -> None:
+    plane.says = Answer(caller(expire_unix_s=plane.wall_s + 600), resolution(1))
+    plane.wall_s += 3600
+    for _ in range(2):
+        assert await plane.cache.resolve(KEY) == plane.says
+    plane.now_s += 10
+    assert await plane.cache.resolve(KEY) == plane.says
 
 
 async def test_the_least_recently_used_answer_goes_first(plane: Plane) -> None:

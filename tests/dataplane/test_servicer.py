@@ -225,6 +225,9 @@ async def test_without_a_credential_nothing_runs(stub: Any, script: Script) -> N
         generation_pb2.GenerateRequest(text="x", sampling=generation_pb2.SamplingParams(top_p=0)),
         generation_pb2.GenerateRequest(text="x", sampling=generation_pb2.SamplingParams(stop=[""])),
         generation_pb2.GenerateRequest(text="x", adapter=generation_pb2.AdapterRef(adapter="../x")),
+        generation_pb2.GenerateRequest(text="x", adapter=generation_pb2.AdapterRef(version=VERSION)),
+        generation_pb2.GenerateRequest(text="x", adapter=generation_pb2.AdapterRef(alias="stable")),
+        generation_pb2.GenerateRequest(text="x", adapter=generation_pb2.AdapterRef(owner="acme")),
     ],
 )
 async def test_a_request_that_cannot_be_right_is_refused_before_it_runs(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from dataplane import store as store_module
 from dataplane.catalog_client import Blob
 from dataplane.lora.host_cache import HostCache, HostCacheFullError
-from dataplane.lora.image import open_image
+from dataplane.lora.image import Image, open_image
 from dataplane.store import AdapterStore, CorruptVersionError, StoreLimits, UnloadableVersionError
 from tests.dataplane.doubles import FolderSource, until
 from tests.fixtures.adapters import make_adapter_folder
@@ -205,3 +207,22 @@ async def test_what_an_earlier_process_left_is_removed(shelf: Shelf) -> None:
     (shelf.tmp_path / "work" / "half").write_bytes(b"x")
     shelf.build()
     assert shelf.has_left_nothing()
+
+
+async def test_a_full_disk_makes_idle_images_give_way_for_the_next_attempt(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf.cache.reserve("idle", size_bytes=10)
+    shelf.cache.path("idle").write_bytes(b"x" * 10)
+    shelf.cache.add("idle", size_bytes=10)
+    real = store_module.write_image
+
+    def full(path: Path, image: Image) -> int:
+        if shelf.cache.path("idle").exists():
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return real(path, image)
+
+    monkeypatch.setattr(store_module, "write_image", full)
+    with pytest.raises(UnavailableError):
+        await shelf.store.fetch(shelf.version)
+    assert shelf.evicted == ["idle"]
+    await shelf.store.fetch(shelf.version)
+    assert shelf.cache.versions() == (shelf.version,)

@@ -25,6 +25,9 @@ class FakeClient(ScriptedEngine):
         self.ready = Ready(("plan",), 64, 160)
         self.is_alive = True
         self.stopped = False
+        self.killed = False
+        self.hangs = False
+        self.asked_for_s: list[float] = []
         self.on_wanted: Callable[[Wanted], None] | None = None
         self.on_moved: Callable[[Moved], None] | None = None
         self.on_not_finite: Callable[[NotFinite], None] | None = None
@@ -41,6 +44,15 @@ class FakeClient(ScriptedEngine):
         assert self.on_death is not None
         self.on_death()
 
+    async def state(self, *, timeout_s: float = 30.0) -> None:
+        self.asked_for_s.append(timeout_s)
+        if self.hangs:
+            raise UnavailableError("the engine did not answer")
+
+    def kill(self) -> None:
+        self.killed = True
+        self.die()
+
     async def stop(self) -> None:
         self.stopped = True
 
@@ -53,7 +65,9 @@ class Rig:
         self.errors: list[VeneerError] = []
         self.heard: list[tuple[Any, ...]] = []
         self.reported: list[str] = []
-        self.supervisor = EngineSupervisor(self.make, metrics=make_metrics(), report_not_finite=self.report)
+        self.supervisor = EngineSupervisor(
+            self.make, metrics=make_metrics(), report_not_finite=self.report, check_s=0.001, hang_s=7.0
+        )
         self.supervisor.attach(self)
 
     async def make(self) -> Any:
@@ -117,6 +131,17 @@ async def test_a_version_with_logits_that_are_not_finite_is_reported_and_a_faile
     await until(lambda: rig.reported)
     await until(lambda: not rig.supervisor._reports)
     assert rig.reported == [VERSION]
+
+
+async def test_an_engine_that_does_not_answer_is_killed_and_replaced(rig: Rig) -> None:
+    (first,) = rig.clients
+    await until(lambda: first.asked_for_s)
+    assert not first.killed
+    first.hangs = True
+    await until(lambda: len(rig.clients) == 2 and rig.supervisor.is_running)
+    assert first.killed
+    assert set(first.asked_for_s) == {7.0}
+    assert not rig.clients[1].killed
 
 
 async def test_a_dead_engine_is_replaced_and_missed_meanwhile(rig: Rig) -> None:

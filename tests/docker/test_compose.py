@@ -7,6 +7,7 @@ settings say that wheels lie; without one, the image gets what the package index
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ PORTS = (7600, 7601, 7609, 7700, 7701, 7709)
 SERVERS = {"postgres", "redis", "controlplane", "dataplane"}
 BUILD_S, UP_S, COMMAND_S = 1800, 600, 120
 MARKER_TOKENS = 12
+ONCE = ("run", "--rm", "-T", "--no-deps", "--entrypoint")
 
 
 class System:
@@ -41,7 +43,21 @@ class System:
 
     def compose(self, *arguments: str, timeout_s: float = COMMAND_S) -> str:
         """Runs a command of compose and returns what it wrote to standard output."""
-        return self._run(["docker", "compose", "-p", PROJECT, *arguments], timeout_s=timeout_s)
+        return self._run(self._command(*arguments), timeout_s=timeout_s)
+
+    def save(self, file: Path, *arguments: str) -> None:
+        """Runs a command of compose and keeps what it wrote to standard output in a file."""
+        with file.open("wb") as sink:
+            subprocess.run(
+                self._command(*arguments), cwd=ROOT, env=self._environment(), stdout=sink, timeout=COMMAND_S, check=True
+            )
+
+    def load(self, file: Path, *arguments: str) -> None:
+        """Runs a command of compose with a file as its standard input."""
+        with file.open("rb") as source:
+            subprocess.run(
+                self._command(*arguments), cwd=ROOT, env=self._environment(), stdin=source, timeout=COMMAND_S, check=True
+            )
 
     def up(self) -> None:
         """Starts what does not run, and waits until all of it is healthy."""
@@ -65,18 +81,25 @@ class System:
         events = [json.loads(line) for line in self.veneer("generate", prompt, *arguments).splitlines()]
         return "".join(event["chunk"]["text"] for event in events if "chunk" in event)
 
-    def _run(self, command: list[str], *, timeout_s: float) -> str:
+    def _command(self, *arguments: str) -> list[str]:
+        return ["docker", "compose", "-p", PROJECT, *arguments]
+
+    def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("VENEER_")}
-        environment = {
+        return {
             **kept,
-            "DOCKER_BUILDKIT": os.environ.get("DOCKER_BUILDKIT", "0"),  # the classic builder needs no plugin
+            "DOCKER_BUILDKIT": os.environ.get("DOCKER_BUILDKIT", str(int(has_buildx()))),
             "VENEER_IMAGE": f"{PROJECT}:latest",
             "VENEER_MODEL_IMAGE": f"{PROJECT}-model:latest",
             "VENEER_PIP_OPTIONS": os.environ.get("VENEER_PIP_OPTIONS", ""),
             "VENEER_STATE": str(self._folder / "no-local-stack"),
             **self._keys,
         }
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+    def _run(self, command: list[str], *, timeout_s: float) -> str:
+        done = subprocess.run(
+            command, cwd=ROOT, env=self._environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+        )
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
@@ -88,8 +111,14 @@ def timed(what: str) -> Iterator[None]:
     print(f"{what}: {time.monotonic() - start:.1f} s", flush=True)
 
 
+@functools.cache
+def has_buildx() -> bool:
+    """Whether the builder of today is there; without it the classic one has to do."""
+    return subprocess.run(["docker", "buildx", "version"], capture_output=True, check=False).returncode == 0
+
+
 def provide_wheels() -> None:
-    """Links wheels of torch into the build's folder."""
+    """Copies wheels of torch to the build's folder."""
     asked = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
     configured = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
     folders = f"{os.environ.get('VENEER_DOCKER_WHEELS', '')} {os.environ.get('PIP_FIND_LINKS', '')} {configured}".split()
@@ -195,6 +224,27 @@ def test_a_plane_has_no_root_and_no_secret_of_the_other(system: System, service:
     assert uid != 0
     assert set(folders) == {own}
     assert not writable
+
+
+def test_a_backup_brings_everything_back(system: System, tmp_path: Path) -> None:
+    """The commands of docs/operations.md."""
+    dump, store, secrets = tmp_path / "veneer.dump", tmp_path / "store.tar", tmp_path / "secrets.tar"
+    with timed("backup"):
+        system.save(dump, "exec", "-T", "postgres", "pg_dump", "-U", "veneer", "-Fc", "veneer")
+        system.save(store, "exec", "-T", "controlplane", "tar", "-C", "/var/lib/veneer", "-c", "store")
+        system.save(secrets, *ONCE, "tar", "bootstrap", "-C", "/secrets", "-c", "owner", "service", "operator")
+    with timed("restore"):
+        system.compose("down", "-v", timeout_s=UP_S)
+        system.compose("create", timeout_s=UP_S)
+        key_volume = f"{PROJECT}_operator-key:/secrets/operator"
+        system.load(secrets, *ONCE, "tar", "-v", key_volume, "secrets", "-C", "/secrets", "-x")
+        system.load(store, *ONCE, "tar", "controlplane", "-C", "/var/lib/veneer", "-x")
+        system.compose("up", "-d", "--wait", "postgres", timeout_s=UP_S)
+        system.compose("run", "--rm", "-T", "--no-deps", "migrate")
+        system.load(dump, "exec", "-T", "postgres", "pg_restore", "-U", "veneer", "-d", "veneer", "--clean", "--if-exists")
+        system.up()
+    assert speaks_as_published(system)
+    assert "acme" in system.veneer("tenant", "list")
 
 
 def test_no_secret_is_in_the_logs(system: System) -> None:

@@ -128,6 +128,22 @@ async def until(holds: Callable[[], Awaitable[T]], *, within_s: float = WAIT_S) 
         await asyncio.sleep(_POLL_S)
 
 
+async def last_admitted_s(admitted: Callable[[], Awaitable[bool]]) -> float:
+    """Asks until the answer is no; returns how long after this call the last request began that was still admitted.
+
+    Counted to its beginning, since how long an answer takes is not what a bound on admission speaks of.
+    """
+    start_s = time.monotonic()
+    last_s = 0.0
+    while True:
+        begun_s = time.monotonic() - start_s
+        if not await admitted():
+            return last_s
+        last_s = begun_s
+        assert begun_s < WAIT_S, "it was still admitted"
+        await asyncio.sleep(_POLL_S)
+
+
 async def aside(act: Callable[..., T], *arguments: Any) -> T:
     """Does what blocks, such as starting a process, on another thread."""
     return await asyncio.to_thread(act, *arguments)
@@ -136,12 +152,13 @@ async def aside(act: Callable[..., T], *arguments: Any) -> T:
 @contextlib.asynccontextmanager
 async def conserved(operator: OperatorClient) -> AsyncIterator[None]:
     """Checks that everything that requests take is given back: pages, leases, seats, places in the queue, arena bytes, tasks."""
-    before = await until(lambda: _idle(operator, max_tasks=None))
+    before = await until(lambda: idle(operator, max_tasks=None))
     yield
-    await until(lambda: _idle(operator, max_tasks=before.engine.tasks))
+    await until(lambda: idle(operator, max_tasks=before.engine.tasks))
 
 
-async def _idle(operator: OperatorClient, *, max_tasks: int | None) -> admin_pb2.GetResidencyResponse | None:
+async def idle(operator: OperatorClient, *, max_tasks: int | None) -> admin_pb2.GetResidencyResponse | None:
+    """What the data plane holds, when no request holds anything and every arena byte belongs to a resident version."""
     found = await operator.residency()
     engine = found.engine
     held = (engine.running, engine.waiting, engine.kv_pages_used, engine.leases, sum(one.leases for one in found.versions))

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.e2e.conftest import Publish
-from tests.e2e.driving import Stream, blobs_unreadable, conserved, engine_pid, generate, stopped, until
+from tests.e2e.driving import Stream, blobs_unreadable, conserved, engine_pid, generate, idle, stopped, until
 from tests.fixtures.stack import DATA_SETTINGS
 from veneer.client import Client
 from veneer.dataplane.v1 import generation_pb2 as pb
@@ -20,6 +20,21 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures
 _SEATS = int(DATA_SETTINGS["max_sequences"])
 _LONG = 1900
 _ATTEMPTS = 20
+
+
+async def test_what_a_running_request_holds_is_noticed(acme: Client, operator: OperatorClient, publish: Publish) -> None:
+    adapter = (await publish(acme, "A")).version.adapter
+    await generate(acme, adapter)
+    before = await until(lambda: idle(operator, max_tasks=None))
+    stream = Stream(acme, adapter, max_tokens=_LONG)
+    await stream.first()
+    found = await operator.residency()
+    assert (found.engine.running, found.engine.leases) == (1, 1)
+    assert found.engine.kv_pages_used > 0
+    assert found.engine.tasks > before.engine.tasks
+    assert sum(held.leases for held in found.versions) == 1
+    await stream.close()
+    await until(lambda: idle(operator, max_tasks=before.engine.tasks))
 
 
 async def test_cancelled_while_queued(acme: Client, operator: OperatorClient, publish: Publish) -> None:
@@ -94,7 +109,7 @@ async def test_cancelled_before_the_engine_took_it(
 async def test_cancelled_during_decode(acme: Client, operator: OperatorClient, publish: Publish, count: int) -> None:
     adapter = (await publish(acme, "E")).version.adapter
     async with conserved(operator):
-        neighbour = Stream(acme, adapter, max_tokens=300)
+        neighbour = Stream(acme, adapter, max_tokens=150)
         await neighbour.first()
         before = (await operator.residency()).engine.generated_tokens
         stream = Stream(acme, adapter, max_tokens=_LONG)
@@ -102,7 +117,7 @@ async def test_cancelled_during_decode(acme: Client, operator: OperatorClient, p
         await stream.close()
         assert set(answer.text) == {"E"}
         whole = await neighbour.read()
-        assert (whole.error, whole.text) == (None, "E" * 300)
+        assert (whole.error, whole.text) == (None, "E" * 150)
     after = (await operator.residency()).engine.generated_tokens
     assert after - before < _LONG  # it did not decode to its end
 

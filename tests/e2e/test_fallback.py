@@ -93,9 +93,9 @@ async def test_the_base_answers_exactly_where_request_and_tenant_allow_it(
         allowed = client is rival
         expected = {name: words if allowed else (words[0],) * 3 for name, words in TABLE.items()}
         assert {name: tuple(one.word for one in outcomes) for name, outcomes in found.items()} == expected
-        for name in found:
+        for name, outcomes in found.items():
             if name.startswith(("unknown", "foreign")):
-                assert found[name] == found["unknown name"], name
+                assert outcomes == found["unknown name"], name
 
 
 async def test_a_version_that_loads_slowly_is_answered_by_the_base_only_if_allowed(

@@ -122,6 +122,8 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         (base(digest=DIGEST + "\n"), "digest", "string.pattern"),
         (base(name=""), "name", "string.min_len"),
         (base(name="n" * 201), "name", "string.max_len"),
+        (bases_pb2.TargetModule(path="model.q_proj", site="qkv", in_features=8, out_features=8), "path", "string.pattern"),
+        (bases_pb2.TargetModule(path="{layer}.{x}", site="qkv", in_features=8, out_features=8), "path", "string.pattern"),
         (tenants_pb2.Tenant(name="-acme"), "name", "string.pattern"),
         (tenants_pb2.Tenant(name="a" * 64), "name", "string.pattern"),
         (tenants_pb2.RevokeKeyRequest(id="1"), "id", "string.uuid"),

@@ -50,6 +50,16 @@ class Keys:
         return known.get(key_digest)
 
 
+@dataclass(frozen=True)
+class Raw:
+    """Bytes in place of a message."""
+
+    data: bytes
+
+    def SerializeToString(self) -> bytes:
+        return self.data
+
+
 async def one_response(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[pb.GenerateResponse]:
     yield pb.GenerateResponse(finish=pb.Finish(completion_tokens=1))
 
@@ -77,7 +87,7 @@ class Plane:
         )
         method = getattr(self.channel, name)(
             f"/test.Four/{kind}",
-            request_serializer=pb.GenerateRequest.SerializeToString,
+            request_serializer=lambda request: request.SerializeToString(),
             response_deserializer=pb.GenerateResponse.FromString,
         )
         argument = iter(requests) if kind.startswith("Stream") else requests[0]
@@ -238,6 +248,17 @@ async def test_a_message_against_its_rules_is_refused_with_every_violation(plane
     assert error.status == "INVALID_ARGUMENT"
     assert {violation.field for violation in error.violations} == {"prompt", "sampling.max_tokens", "sampling.stop[1]"}
     assert BAD not in plane.seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("data", [b"\x12\x02\xff\xfe", b"\xff" * 40], ids=["invalid UTF-8", "no message"])
+async def test_bytes_that_are_no_message_are_refused_as_such(plane: Plane, kind: str, data: bytes) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await plane.call(kind, Raw(data))  # type: ignore[arg-type]
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "the request's bytes are no message of its type"
+    assert plane.count(kind, "INVALID_ARGUMENT") == 1
+    assert not plane.seen
 
 
 @pytest.mark.parametrize("kind", KINDS)

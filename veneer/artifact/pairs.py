@@ -57,9 +57,13 @@ def pair_up(
         limits: What is allowed.
         faults: Receives everything that is wrong.
 
+    Raises:
+        ArtifactError: The configuration's expressions would take too long to match.
+
     Returns:
         The sound pairs by layer, then slice; every tensor of the file is in one of them when no fault was noted.
     """
+    _bound_matching(config, base, limits=limits, faults=faults)
     key_map = KeyMap(base)
     keys: list[tuple[Key, TensorRef]] = []
     for tensor in tensors:
@@ -79,10 +83,24 @@ def pair_up(
     has_head = all(key.has_head for key, _ in keys)
     if adapted:
         _check_patterns(config, adapted, key_map.paths(has_head=has_head), faults=faults)
-        _compare_targets(config, adapted)
+        _compare_targets(config, adapted, limits=limits)
     elif not len(faults):
         faults.add(WEIGHTS, "has no LoRA pair; nothing would be applied")
     return tuple(pairs)
+
+
+def _bound_matching(config: Config, base: BaseDescription, *, limits: Limits, faults: Faults) -> None:
+    """Refuses expressions that would take long to match; nothing can be said of the pairs then.
+
+    Raises:
+        ArtifactError: They would.
+    """
+    entries = (*config.rank_patterns, *config.alpha_patterns)
+    num_steps = sum(entry.pattern.num_steps for entry in entries) * base.num_layers * len(base.modules)
+    if num_steps > limits.max_pattern_steps:
+        description = f"its expressions may take {num_steps} steps to match; at most {limits.max_pattern_steps} are allowed"
+        faults.add(WHERE, f"{description}: name modules in place of expressions")
+        faults.raise_if_any()
 
 
 def _check_one_writer(keys: Sequence[tuple[Key, TensorRef]], *, faults: Faults) -> None:
@@ -162,7 +180,7 @@ def _check_patterns(config: Config, adapted: Sequence[str], all_paths: Sequence[
                 faults.add(f"{WHERE}: {name}[{shown}]", "matches no module of the base")
 
 
-def _compare_targets(config: Config, adapted: Sequence[str]) -> None:
+def _compare_targets(config: Config, adapted: Sequence[str], *, limits: Limits) -> None:
     """Reports differences between target_modules and the tensors; the tensors decide."""
     targets = config.target_modules
     if targets is None or (isinstance(targets, str) and targets.lower() == "all-linear"):
@@ -172,6 +190,9 @@ def _compare_targets(config: Config, adapted: Sequence[str]) -> None:
             pattern = Pattern(targets)
         except PatternError as error:
             config.warnings.append(f"target_modules was not compared with the tensors: {error}")
+            return
+        if pattern.num_steps * len(adapted) > limits.max_pattern_steps:
+            config.warnings.append("target_modules was not compared with the tensors: its expression takes too long to match")
             return
         unnamed = [path for path in adapted if not pattern.matches_whole(path)]
     else:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 Step = Callable[[str, int], int]
 """From a text and the positions reached so far (bit i: before character i) to the positions reached after this part."""
@@ -18,6 +19,7 @@ Step = Callable[[str, int], int]
 _MAX_NESTED_REPEATS = 3
 _MAX_DEPTH = 32
 _MAX_REPEAT = 1000
+_ROUNDS = 64  # a repeat goes round about once for each character of a path, whatever its counts say
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 _COUNTS = re.compile(r"\{(\d{0,6})(?:(,)(\d{0,6}))?\}")
 _NAMED_GROUP = re.compile(r"\?P<[A-Za-z_]\w{0,63}>", re.ASCII)
@@ -32,6 +34,10 @@ class PatternError(ValueError):
 class Pattern:
     """A compiled expression. Immutable.
 
+    Attributes:
+        text: The expression.
+        num_steps: Parts that one match may have to look at, repeats counted; 0 for a plain name.
+
     Args:
         text: The expression.
 
@@ -42,7 +48,9 @@ class Pattern:
     def __init__(self, text: str) -> None:
         self.text = text
         self._plain = _PLAIN.fullmatch(text) is not None
-        self._step = _Parser(text).parse()
+        compiled = _Parser(text).parse()
+        self._step = compiled.step
+        self.num_steps = 0 if self._plain else compiled.num_steps
 
     def matches_whole(self, path: str) -> bool:
         """Tells whether the whole path matches, as `re.fullmatch` does."""
@@ -67,20 +75,27 @@ class Pattern:
 
 def _none_of(characters: frozenset[str], text: str, positions: int) -> int:
     """Consumes one character that is not in a set."""
-    return _consume([character not in characters for character in text], positions)
+    return (positions & ~_places(characters, text) & (1 << len(text)) - 1) << 1
 
 
 def _one_of(characters: frozenset[str], text: str, positions: int) -> int:
     """Consumes one character of a set."""
-    return _consume([character in characters for character in text], positions)
+    return (positions & _places(characters, text)) << 1
 
 
-def _consume(fits: list[bool], positions: int) -> int:
-    reached = 0
-    for position, fit in enumerate(fits):
-        if fit and positions >> position & 1:
-            reached |= 1 << (position + 1)
-    return reached
+@lru_cache(maxsize=1 << 14)
+def _places(characters: frozenset[str], text: str) -> int:
+    """Where the text has a character of a set: bit i for character i."""
+    return sum(places for character, places in _index(text).items() if character in characters)
+
+
+@lru_cache(maxsize=1 << 12)
+def _index(text: str) -> dict[str, int]:
+    """Where the text has each of its characters."""
+    places: dict[str, int] = {}
+    for place, character in enumerate(text):
+        places[character] = places.get(character, 0) | 1 << place
+    return places
 
 
 def _at(kind: str, text: str, positions: int) -> int:
@@ -92,13 +107,9 @@ def _at(kind: str, text: str, positions: int) -> int:
     if kind == "$":
         ends = 1 << len(text) | (1 << (len(text) - 1) if text.endswith("\n") else 0)
         return positions & ends
-    kept = 0
-    for position in range(len(text) + 1):
-        before = position > 0 and text[position - 1] in _WORD
-        after = position < len(text) and text[position] in _WORD
-        if positions >> position & 1 and (before != after) == (kind == "b"):
-            kept |= 1 << position
-    return kept
+    words = _places(_WORD, text)
+    boundaries = words ^ words << 1  # before a character that is one of a word, or behind it, but not both
+    return positions & (boundaries if kind == "b" else ~boundaries)
 
 
 def _sequence(steps: tuple[Step, ...], text: str, positions: int) -> int:
@@ -132,17 +143,34 @@ def _repeat(step: Step, least: int, most: int | None, text: str, positions: int)
     return reached
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of an expression, compiled.
+
+    Attributes:
+        step: What it does.
+        num_steps: Steps that it may take, repeats counted.
+        nested: How deep repeats are nested in it.
+        is_anchor: It consumes nothing, so it cannot be repeated.
+    """
+
+    step: Step
+    num_steps: int = 1
+    nested: int = 0
+    is_anchor: bool = False
+
+
 class _Parser:
     def __init__(self, text: str) -> None:
         self._text = text
         self._next = 0
         self._depth = 0
 
-    def parse(self) -> Step:
-        step, _ = self._alternatives()
+    def parse(self) -> _Part:
+        whole = self._alternatives()
         if self._next < len(self._text):
             raise PatternError(f"unbalanced parenthesis at character {self._next}")
-        return step
+        return whole
 
     def _peek(self) -> str:
         return self._text[self._next : self._next + 1]
@@ -154,34 +182,28 @@ class _Parser:
         self._next += 1
         return character
 
-    def _alternatives(self) -> tuple[Step, int]:
-        """Gives the step and how deep repeats are nested in it."""
-        choices: list[Step] = []
-        nested = 0
-        while True:
-            step, repeats = self._concatenation()
-            choices.append(step)
-            nested = max(nested, repeats)
-            if self._peek() != "|":
-                return (choices[0] if len(choices) == 1 else partial(_choice, tuple(choices))), nested
+    def _alternatives(self) -> _Part:
+        choices = [self._concatenation()]
+        while self._peek() == "|":
             self._next += 1
+            choices.append(self._concatenation())
+        return choices[0] if len(choices) == 1 else _joined(_choice, choices)
 
-    def _concatenation(self) -> tuple[Step, int]:
-        steps: list[Step] = []
-        nested = 0
+    def _concatenation(self) -> _Part:
+        parts: list[_Part] = []
         while self._peek() not in ("", "|", ")"):
-            step, repeats, is_anchor = self._atom()
+            part = self._atom()
             counts = self._counts()
-            if counts is not None:
-                if is_anchor:
-                    raise PatternError(f"nothing to repeat at character {self._next}")
-                repeats += 1
-                if repeats > _MAX_NESTED_REPEATS:
-                    raise PatternError(f"repeats are nested deeper than {_MAX_NESTED_REPEATS} levels")
-                step = partial(_repeat, step, *counts)
-            steps.append(step)
-            nested = max(nested, repeats)
-        return partial(_sequence, tuple(steps)), nested
+            parts.append(part if counts is None else self._repeated(part, *counts))
+        return _joined(_sequence, parts)
+
+    def _repeated(self, part: _Part, least: int, most: int | None) -> _Part:
+        if part.is_anchor:
+            raise PatternError(f"nothing to repeat at character {self._next}")
+        if part.nested == _MAX_NESTED_REPEATS:
+            raise PatternError(f"repeats are nested deeper than {_MAX_NESTED_REPEATS} levels")
+        rounds = _ROUNDS if most is None else min(most, _ROUNDS)
+        return _Part(partial(_repeat, part.step, least, most), 1 + part.num_steps * rounds, part.nested + 1)
 
     def _counts(self) -> tuple[int, int | None] | None:
         counts = self._one_count()
@@ -214,28 +236,27 @@ class _Parser:
             raise PatternError(f"a repeat count is above {_MAX_REPEAT}")
         return least, most
 
-    def _atom(self) -> tuple[Step, int, bool]:
+    def _atom(self) -> _Part:
         character = self._take()
         if character == "(":
-            step, nested = self._group()
-            return step, nested, False
+            return self._group()
         if character == "[":
-            return self._set(), 0, False
+            return _Part(self._set())
         if character == ".":
-            return partial(_none_of, frozenset("\n")), 0, False
+            return _Part(partial(_none_of, frozenset("\n")))
         if character in "^$":
-            return partial(_at, character), 0, True
+            return _Part(partial(_at, character), is_anchor=True)
         if character in "*+?":
             raise PatternError(f"nothing to repeat at character {self._next - 1}")
         if character == "\\":
             kind = self._take()
             if kind in "bBAZ":
-                return partial(_at, kind), 0, True
+                return _Part(partial(_at, kind), is_anchor=True)
             members, negated = self._escape(kind)
-            return partial(_none_of if negated else _one_of, members), 0, False
-        return partial(_one_of, frozenset(character)), 0, False
+            return _Part(partial(_none_of if negated else _one_of, members))
+        return _Part(partial(_one_of, frozenset(character)))
 
-    def _group(self) -> tuple[Step, int]:
+    def _group(self) -> _Part:
         if self._peek() == "?":
             named = _NAMED_GROUP.match(self._text, self._next)
             if named is not None:
@@ -247,12 +268,12 @@ class _Parser:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise PatternError(f"groups are nested deeper than {_MAX_DEPTH} levels")
-        step, nested = self._alternatives()
+        inner = self._alternatives()
         if self._peek() != ")":
             raise PatternError("a parenthesis is not closed")
         self._next += 1
         self._depth -= 1
-        return step, nested
+        return inner
 
     def _escape(self, kind: str) -> tuple[frozenset[str], bool]:
         if kind.lower() in _CLASSES:
@@ -288,3 +309,8 @@ class _Parser:
             return frozenset(character)
         members, negated = self._escape(self._take())
         return frozenset(map(chr, range(128))) - members if negated else members
+
+
+def _joined(join: Callable[[tuple[Step, ...], str, int], int], parts: Sequence[_Part]) -> _Part:
+    steps = tuple(part.step for part in parts)
+    return _Part(partial(join, steps), sum(part.num_steps for part in parts), max((part.nested for part in parts), default=0))

@@ -160,3 +160,15 @@ def test_a_dead_copying_thread_stops_the_engine(
     harness.adapters.stage("v", image_file(tmp_path, "v", 3))
     with pytest.raises(RuntimeError, match="planted"):
         harness.settle_until(lambda: False)
+
+
+def test_a_miss_that_comes_up_in_planning_wakes_the_step_loop_once(make: Callable[..., Harness]) -> None:
+    harness = make()
+    harness.adapters.settle()
+    harness.wake.clear()
+    assert harness.adapters.acquire("late") is None
+    assert harness.wake.is_set()
+    harness.wake.clear()
+    assert Wanted("late") in harness.adapters.settle()
+    assert harness.adapters.acquire("late") is None
+    assert not harness.wake.is_set()

@@ -138,3 +138,20 @@ def test_noise_is_uniform_and_depends_on_seed_and_index() -> None:
     assert abs(sum(values) / 10_000 - 0.5) < 0.015
     assert all(0 <= value < 1 for value in values)
     assert uniform(2**64 - 1, 3) == uniform(-1, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.1, "top_p": 0.5, "seed": 3}]
+)
+def test_no_setting_makes_finite_logits_count_as_not_finite(
+    logits: torch.Tensor, dtype: torch.dtype, fields: dict[str, Any]
+) -> None:
+    sampler = make()
+    likeliest = int(logits.argmax())
+    row = planned(repetition_penalty=1e-38, history=(likeliest,), **fields)
+    sampler.start(row)
+    samples = sampler.sample(logits.to(dtype).repeat(1, 1), [row])
+    tokens, finite = samples.tokens, samples.finite
+    assert finite.tolist() == [True]
+    assert tokens.tolist() == [likeliest]

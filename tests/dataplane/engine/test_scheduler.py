@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from typing import Any
 
@@ -14,6 +15,7 @@ from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Delta, Failed, Logprobs, Sampling, Submit
 from dataplane.engine.plan import Chosen, Outcome, Plan
 from dataplane.engine.scheduler import Scheduler
+from dataplane.engine.sequence import Sequence
 from dataplane.lora.residency import Lease
 from kernels.rows import aligned_rank
 from veneer.errors import InvalidArgumentError, ResourceExhaustedError
@@ -513,3 +515,14 @@ def test_prompt_tokens_are_scored_once_each_however_the_prompt_is_cut(lag: int) 
                 assert len(delta.prompt_logprobs) == (89 if wants else 0)
     assert scored == {False: list(prompts["a"][1:]), True: list(prompts["b"][1:])}
     assert_idle(scheduler)
+
+
+def test_ended_requests_with_distant_deadlines_are_not_kept() -> None:
+    scheduler = make()
+    scheduler.add(submit("stays", deadline_s=5000.0), 0.0)
+    for number in range(1000):
+        scheduler.add(submit(f"r{number}", deadline_s=3600.0), 0.0)
+        scheduler.abort(f"r{number}")
+    kept = [entry for entry in gc.get_objects() if type(entry) is Sequence and entry.submit.deadline_s == 3600.0]
+    assert len(kept) <= 100
+    assert scheduler.next_deadline == 5000.0

@@ -95,3 +95,32 @@ def test_a_version_that_is_no_digest_never_becomes_a_path(cache, version):
         cache.path(version)
     with pytest.raises(InvalidArgumentError):
         cache.reserve(version, size_bytes=1)
+
+
+def test_what_is_no_image_does_not_stop_the_start_nor_stand_in_an_images_way(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / "a.image").mkdir()
+    (folder / "a.image" / "x").write_bytes(b"x")
+    (folder / "b.image").symlink_to(folder / "nowhere")
+    (folder / "c.tmp").mkdir()
+    (folder / "UPPER.image").write_bytes(b"x")
+    (folder / "notes.txt").write_bytes(b"x")
+    (folder / "d.image").write_bytes(b"")
+    cache = HostCache(folder, max_bytes=100)
+    assert cache.versions() == ("d",)
+    for version in "ab":
+        put(cache, version, 40)
+        assert cache.find(version).read_bytes() == b"x" * 40
+
+
+def test_on_a_full_disk_the_least_recently_used_files_give_way_but_none_in_use(cache):
+    for version in "abcd":
+        put(cache, version, 20)
+    cache.hold("a")
+    assert cache.give_way() == ("b",)
+    assert not cache.path("b").exists()
+    assert cache.versions() == ("a", "c", "d")
+    for version in "cd":
+        cache.hold(version)
+    assert cache.give_way() == ()

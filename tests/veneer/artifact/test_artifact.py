@@ -275,6 +275,16 @@ def test_long_lists_of_faults_are_cut_and_counted(tmp_path: Path, tiny_base: Bas
     assert found[-1] == "adapter: and 23 more faults like these"
 
 
+def test_expressions_that_would_take_long_to_match_are_refused_or_left_out(tmp_path: Path, tiny_base: BaseDescription) -> None:
+    slow = "a?" * 100 + ".*" * 20 + "q_proj"
+    patterns = {f"{slow}|{number}": 2 for number in range(400)}
+    folder = make_adapter_folder(tmp_path / "rank", tiny_base, config={"rank_pattern": patterns})
+    assert "expressions may take" in " ".join(_faults(folder, tiny_base))
+    folder = make_adapter_folder(tmp_path / "few", tiny_base, config={"target_modules": r".*\.(q|v)_proj"})
+    assert _check(folder, tiny_base).report.warnings == ()
+    assert "not compared" in _check(folder, tiny_base, max_pattern_steps=1).report.warnings[0]
+
+
 def test_long_lists_of_warnings_are_cut_and_counted(tmp_path: Path, tiny_base: BaseDescription) -> None:
     folder = make_adapter_folder(
         tmp_path, tiny_base, config={"target_modules": ["q_proj", "v_proj", *(f"m{n}" for n in range(9))]}

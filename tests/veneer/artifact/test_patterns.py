@@ -106,3 +106,10 @@ def test_hostile_expressions_take_little_time(text: str) -> None:
     started = time.process_time()
     assert not Pattern(text).matches_whole("a" * 60)
     assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize(
+    ("text", "num_steps"), [("q_proj", 0), ("q|v", 2), ("(ab)*", 129), ("(a|b){2}c?", 7), ("(a*)*", 4161), ("a{0}", 1)]
+)
+def test_an_expression_knows_how_many_steps_a_match_may_take(text: str, num_steps: int) -> None:
+    assert Pattern(text).num_steps == num_steps

@@ -1,0 +1,199 @@
+"""Who may call what, as a table: a row for every method that either plane serves, a cell for every kind of caller.
+
+Requests speak of objects of the tenant `acme`, so a cell of the other tenant shows what a stranger learns of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from tests.e2e.driving import greedy
+from tests.fixtures.adapters import AdapterFiles
+from veneer.artifact import BaseDescription
+from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, tenants_pb2
+from veneer.dataplane.v1 import admin_pb2
+from veneer.dataplane.v1 import generation_pb2 as pb
+
+OK, NF, PD, UA, IA = "OK", "NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "INVALID_ARGUMENT"
+
+
+@dataclass(slots=True)
+class Scene:
+    """Objects of the tenant `acme`, and everybody's credentials.
+
+    Attributes:
+        credentials: Secret by kind of caller; empty for none.
+        base: The base that is served.
+        current: Version that the alias `stable` of the adapter `tone` serves.
+        spare: Version that no alias serves.
+        key_id: A key to revoke.
+        node_id: A node to revoke.
+        grant: A grant for the blobs of `current`, for the node.
+        blob: Digest of one of them.
+        files: An adapter to publish.
+    """
+
+    credentials: dict[str, str]
+    base: BaseDescription
+    current: str
+    spare: str
+    key_id: str
+    node_id: str
+    grant: str
+    blob: str
+    files: AdapterFiles
+
+
+def _key_digest(scene: Scene) -> bytes:
+    return hashlib.sha256(scene.credentials["owner"].encode()).digest()
+
+
+def _base(scene: Scene) -> bases_pb2.Base:
+    base = scene.base
+    modules = [
+        bases_pb2.TargetModule(path=one.path, site=one.site, in_features=one.in_features, out_features=one.out_features)
+        for one in base.modules
+    ]
+    return bases_pb2.Base(
+        digest=base.digest,
+        name=base.name,
+        family=base.family,
+        num_layers=base.num_layers,
+        modules=modules,
+        vocab_size=base.vocab_size,
+        max_context=base.max_context,
+        known_names=base.known_names,
+    )
+
+
+def _upload(scene: Scene) -> list[Message]:
+    header = catalog_pb2.PublishHeader(adapter="from-matrix", base=scene.base.digest, request_id="matrix")
+    parts = (
+        catalog_pb2.PublishPart(file=catalog_pb2.ADAPTER_FILE_CONFIG, data=scene.files.config),
+        catalog_pb2.PublishPart(file=catalog_pb2.ADAPTER_FILE_WEIGHTS, data=scene.files.weights.read_bytes()),
+    )
+    return [catalog_pb2.PublishRequest(header=header), *(catalog_pb2.PublishRequest(part=part) for part in parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a method answers to each kind of caller on the caller's own listener.
+
+    No key and a revoked one are UNAUTHENTICATED everywhere; a valid key on the other listener is PERMISSION_DENIED.
+    """
+
+    request: Callable[[Scene], Message | list[Message]]
+    owner: str
+    caller: str
+    other: str
+    node: str
+    operator: str
+
+
+TABLE = {
+    "veneer.controlplane.v1.BaseService": {
+        "RegisterBase": Row(lambda s: bases_pb2.RegisterBaseRequest(base=_base(s)), PD, PD, PD, PD, OK),
+        "ListBases": Row(lambda s: bases_pb2.ListBasesRequest(), OK, OK, OK, OK, OK),
+    },
+    "veneer.controlplane.v1.TenantService": {
+        "CreateTenant": Row(
+            lambda s: tenants_pb2.CreateTenantRequest(tenant=tenants_pb2.Tenant(name=f"t-{uuid.uuid4().hex[:8]}")),
+            *(PD, PD, PD, PD, OK),
+        ),
+        "ListTenants": Row(lambda s: tenants_pb2.ListTenantsRequest(), PD, PD, PD, PD, OK),
+        "CreateKey": Row(
+            lambda s: tenants_pb2.CreateKeyRequest(tenant="acme", roles=[tenants_pb2.ROLE_CALLER]), OK, PD, NF, PD, OK
+        ),
+        "ListKeys": Row(lambda s: tenants_pb2.ListKeysRequest(tenant="acme"), OK, PD, NF, PD, OK),
+        "RevokeKey": Row(lambda s: tenants_pb2.RevokeKeyRequest(tenant="acme", id=s.key_id), OK, PD, NF, PD, OK),
+        "CreateGrant": Row(lambda s: tenants_pb2.CreateGrantRequest(adapter="tone", grantee="strict"), OK, PD, NF, PD, PD),
+        "ListGrants": Row(lambda s: tenants_pb2.ListGrantsRequest(), OK, OK, OK, PD, PD),
+        "RevokeGrant": Row(lambda s: tenants_pb2.RevokeGrantRequest(adapter="tone", grantee="strict"), OK, PD, NF, PD, PD),
+    },
+    "veneer.controlplane.v1.CatalogService": {
+        "Publish": Row(_upload, OK, PD, OK, PD, PD),  # into one's own part of the catalogue
+        "GetAdapter": Row(lambda s: catalog_pb2.GetAdapterRequest(adapter="tone"), OK, OK, NF, PD, PD),
+        "ListAdapters": Row(lambda s: catalog_pb2.ListAdaptersRequest(), OK, OK, OK, PD, PD),
+        "ListVersions": Row(lambda s: catalog_pb2.ListVersionsRequest(adapter="tone"), OK, OK, NF, PD, PD),
+        "SetAlias": Row(
+            lambda s: catalog_pb2.SetAliasRequest(
+                adapter="tone", alias="next", arms=[catalog_pb2.Arm(version=s.current, weight=1)]
+            ),
+            *(OK, PD, NF, PD, PD),
+        ),
+        "Rollback": Row(
+            lambda s: catalog_pb2.RollbackRequest(adapter="tone", alias="turned", version=s.current), OK, PD, NF, PD, PD
+        ),
+        "RetireVersion": Row(lambda s: catalog_pb2.RetireVersionRequest(adapter="tone", version=s.spare), OK, PD, NF, PD, PD),
+    },
+    "veneer.controlplane.v1.NodeService": {
+        "CreateEnrollmentToken": Row(
+            lambda s: nodes_pb2.CreateEnrollmentTokenRequest(node_name="matrix-token"), PD, PD, PD, PD, OK
+        ),
+        "EnrollNode": Row(lambda s: nodes_pb2.EnrollNodeRequest(base_digest=s.base.digest), PD, PD, PD, PD, PD),
+        "RotateNodeKey": Row(lambda s: nodes_pb2.RotateNodeKeyRequest(), PD, PD, PD, OK, PD),
+        "ListNodes": Row(lambda s: nodes_pb2.ListNodesRequest(), PD, PD, PD, PD, OK),
+        "RevokeNode": Row(lambda s: nodes_pb2.RevokeNodeRequest(id=s.node_id), PD, PD, PD, PD, OK),
+        "Resolve": Row(
+            lambda s: nodes_pb2.ResolveRequest(
+                key_digest=_key_digest(s), target=nodes_pb2.AdapterTarget(adapter="tone"), base_digest=s.base.digest
+            ),
+            *(PD, PD, PD, OK, PD),
+        ),
+        "Introspect": Row(lambda s: nodes_pb2.IntrospectRequest(key_digest=_key_digest(s)), PD, PD, PD, OK, PD),
+        "GrantBlobs": Row(lambda s: nodes_pb2.GrantBlobsRequest(version=s.current), PD, PD, PD, OK, PD),
+        "ReadBlob": Row(lambda s: nodes_pb2.ReadBlobRequest(grant=s.grant, digest=s.blob), PD, PD, PD, OK, PD),
+        "ListChanges": Row(lambda s: nodes_pb2.ListChangesRequest(), PD, PD, PD, OK, PD),
+        "ReportVersion": Row(
+            lambda s: nodes_pb2.ReportVersionRequest(version=s.spare, fault=nodes_pb2.VERSION_FAULT_CORRUPT), PD, PD, PD, OK, PD
+        ),
+    },
+    "veneer.dataplane.v1.GenerationService": {
+        "Generate": Row(
+            lambda s: pb.GenerateRequest(adapter=pb.AdapterRef(adapter="tone", owner="acme"), text="hello", sampling=greedy(2)),
+            *(OK, OK, NF, UA, UA),  # whose key it is the control plane says, and it knows tenants only
+        ),
+    },
+    "veneer.dataplane.v1.AdminService": {
+        "GetResidency": Row(lambda s: admin_pb2.GetResidencyRequest(), PD, PD, PD, PD, OK),
+        # A grace that no drain can have: whoever is let in hears of it, and the node goes on.
+        "Drain": Row(lambda s: admin_pb2.DrainRequest(grace=Duration(seconds=-1)), PD, PD, PD, PD, IA),
+    },
+}
+"""By service and method."""
+
+WHO = ("owner", "caller", "other", "no key", "revoked key", "node", "operator")
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A listener, and what it serves by its own account: service → methods."""
+
+    plane: str
+    name: str
+    address: str
+    services: Mapping[str, frozenset[str]]
+
+
+def without_row(services: Mapping[str, Collection[str]]) -> set[str]:
+    """Methods that `TABLE` does not speak of."""
+    return {f"{name}/{method}" for name, methods in services.items() for method in methods if method not in TABLE.get(name, {})}
+
+
+def expected(listener: Listener, service: str, method: str, who: str) -> str:
+    """The status of one cell."""
+    if service not in listener.services:
+        return "UNIMPLEMENTED"
+    if who in ("no key", "revoked key"):
+        return UA
+    home = "operators" if who == "operator" else "callers"
+    row = TABLE[service][method]
+    if listener.name == home or method == "Generate":
+        return str(getattr(row, who))
+    return PD
