@@ -14,6 +14,9 @@ from dataplane.engine.messages import MAX_BAD_WORD_TOKENS, Sampling
 from dataplane.engine.plan import PlannedRows
 from veneer.errors import InvalidArgumentError, VeneerError
 
+_LARGEST = 1e30
+"""Largest logit that a penalty makes: a tiny one overflows, and the sum over a temperature must not."""
+
 
 @dataclass(slots=True)
 class _Seat:
@@ -161,9 +164,8 @@ class LogitRules:
         at, seats = self._ids(penalised), self._ids([rows[i].seat for i in penalised])
         counts, x = self._counts[seats], logits[at]
         once = counts > 0
-        ends = torch.finfo(x.dtype)
-        repeated = torch.where(x > 0, x / repetition, x * repetition).clamp(ends.min, ends.max)  # a tiny penalty overflows
-        x = torch.where((self._prompt[seats] | once) & x.isfinite(), repeated, x)
+        changed = torch.where(x > 0, x / repetition, x * repetition).clamp(-_LARGEST, _LARGEST)
+        x = torch.where((self._prompt[seats] | once) & ~x.isinf(), changed, x)
         logits[at] = x - frequency * counts - presence * once
 
     def _count(self, seat: int, prompt: Sequence[int], output: Sequence[int]) -> None:
