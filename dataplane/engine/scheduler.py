@@ -395,7 +395,7 @@ class Scheduler:
     def _charge(self, sequence: Sequence, start: int, end: int) -> None:
         """Charges the positions that were neither computed before nor found in the cache, and their part of the rank rows."""
         prices, submit, charged = self._prices, sequence.submit, sequence.num_charged
-        count = end - (max(start, charged))
+        count = end - max(start, charged)
         cost = count * (prices.prefill_token if start < len(submit.prompt) else prices.decode_token)
         if submit.version is not None:
             cost += prices.rank_row * sequence.rank_rows / self._active[submit.version]
@@ -514,7 +514,6 @@ class Scheduler:
         bisect.insort(self._running, sequence, key=_order)
         submit, num_tokens = sequence.submit, len(sequence.tokens)
         num_shared = self.prefix.share(sequence)
-        sequence.num_charged = max(sequence.num_charged, sequence.num_scheduled)
         sequence.pages += self._pool.take(self._pool.pages_for(num_tokens) - num_shared, submit.tenant, weight=submit.weight)
         count = self._chunk(sequence, budget)
         planned.append((sequence, self._plan_rows(sequence, count, sequence.pages, num_shared=num_shared)))
@@ -547,7 +546,7 @@ class Scheduler:
         """Sends a preempted sequence back: it keeps its lease and recomputes later what the cache does not have."""
         self._leave(sequence, returns=True)
         sequence.preempting = False
-        sequence.num_scheduled = sequence.num_named = 0
+        sequence.num_scheduled = 0
         sequence.phase = Phase.WAITING
 
     def _end(self, sequence: Sequence) -> None:

@@ -50,7 +50,7 @@ class Sequence:
         account: Its tenant's, from the moment it is queued.
         is_parked: It waits for its adapter to be loaded.
         is_unfinished: It runs, and its known tokens are not all planned.
-        num_charged: Positions that its tenant was charged for, or got from the cache.
+        num_charged: Positions, from the first on, that its tenant was charged for or got from the cache.
         rank_rows: Rank rows that its adapter takes in a step.
         num_named: Pages whose contents are committed and which have their names.
         seat: Row in per-sequence device state; -1 when it has none.
