@@ -257,7 +257,7 @@ async def test_bytes_that_are_no_message_are_refused_as_such(plane: Plane, kind:
         await plane.call(kind, Raw(data))  # type: ignore[arg-type]
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.details() == "the request's bytes are no message of its type"
-    assert plane.count(kind, "INVALID_ARGUMENT") == 1
+    await counted(plane, kind, "INVALID_ARGUMENT")
     assert not plane.seen
 
 
