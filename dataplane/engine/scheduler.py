@@ -437,7 +437,7 @@ class Scheduler:
                     planned.append((sequence, self._plan_rows(sequence, count, ())))
                     budget -= count
                 continue
-            if sequence.phase is Phase.ENDED or not self._seats:
+            if sequence.phase is Phase.ENDED or sequence.paused or not self._seats:
                 continue
             lack = self._lack(sequence, missed)
             if lack is None:

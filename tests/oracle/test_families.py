@@ -138,6 +138,17 @@ def test_a_mixed_batch_equals_each_row_alone(case: Case, chunk: int) -> None:
     assert result.wrong_tokens == 0
 
 
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_the_form_that_is_chosen_equals_each_row_alone(case: Case, chunk: int) -> None:
+    ours = MixedBatches(case.setting.model, case.setting.adapters, cpu_form="auto")
+    form = read_config(case.setting.model)
+    has_native = form.head_dim % 16 == 0 and form.attention_softcap is None and all(layer.window is None for layer in form.layers)
+    assert ours.runner.form.startswith("native") == has_native
+    result = compare(ours.logits(case.rows, chunk=chunk), case.theirs, tolerance=TOLERANCE)
+    assert result.largest_error <= TOLERANCE
+    assert result.wrong_tokens == 0
+
+
 def test_catalogue_and_engine_read_the_same_of_a_model(case: Case) -> None:
     base, form = describe_base(case.setting.model), read_config(case.setting.model)
     assert base.family == form.family == case.tiny.family
