@@ -363,7 +363,7 @@ class Scheduler:
             self._charge(sequence, start, end)
         return PlannedRows(
             seat=sequence.seat,
-            slot=-1 if sequence.lease is None else sequence.lease.slot,
+            slot=sequence.slot,
             start=start,
             count=count,
             ids=tuple(tokens[start:end]),

@@ -39,7 +39,6 @@ class Sequence:
         deadline: Reading of the engine's clock at which the request fails; None for no limit.
         num_prompt: Tokens of the prompt.
         last: Tokens of prompt and output together at most.
-        max_new: Tokens to generate at most, cut to what the context allows.
         tokens: Prompt and output.
         num_scheduled: Positions computed or planned.
         pending: Tokens sampled in plans that are not committed yet.
@@ -77,7 +76,6 @@ class Sequence:
         "last",
         "lease",
         "mask",
-        "max_new",
         "num_charged",
         "num_named",
         "num_prompt",
@@ -111,9 +109,8 @@ class Sequence:
         self.submit = submit
         self.order = -1
         self.deadline = deadline
-        self.max_new = min(submit.sampling.max_tokens, max_context - len(submit.prompt))
         self.num_prompt = len(submit.prompt)
-        self.last = len(submit.prompt) + self.max_new
+        self.last = min(len(submit.prompt) + submit.sampling.max_tokens, max_context)
         self.tokens = list(submit.prompt)
         self.num_scheduled = 0
         self.pending = 0
