@@ -38,9 +38,10 @@ REQUESTS = st.lists(
     num_pages=st.integers(8, 24),
     step_tokens=st.integers(4, 24),
     lag=st.integers(0, 1),
+    pauses=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 11), st.booleans()), max_size=12),
 )
 def test_every_request_gets_its_own_tokens_and_everything_comes_back(
-    requests: list[Any], num_pages: int, step_tokens: int, lag: int
+    requests: list[Any], num_pages: int, step_tokens: int, lag: int, pauses: list[tuple[int, int, bool]]
 ) -> None:
     adapters = FakeAdapters({"v1r3", "v2r16", "v3r40", "v4r1"})
     scheduler = make(num_pages, adapters=adapters, max_step_tokens=step_tokens)
@@ -60,6 +61,11 @@ def test_every_request_gets_its_own_tokens_and_everything_comes_back(
             if abort_at == turn and at <= turn and name in scheduler.request_ids:
                 scheduler.abort(name)
                 aborted.add(name)
+            if turn > 20:
+                scheduler.pause(name, paused=False)
+        for at, i, paused in pauses:
+            if at == turn:
+                scheduler.pause(str(i), paused=paused)
         if not loop.turn() and turn > 20:
             break
         slots = {rows.slot: 0 for rows in loop.plans[-1].rows if rows.slot >= 0} if loop.plans else {}
