@@ -334,6 +334,7 @@ def _engine_config(settings: Settings, base_digest: str) -> EngineConfig:
         model_dir=str(Path(settings.model_dir).resolve()),
         device=settings.device,
         dtype=settings.dtype,
+        cpu_form=settings.cpu_form,
         num_threads=settings.num_threads,
         max_sequences=settings.max_sequences,
         max_step_tokens=settings.max_step_tokens,
@@ -346,6 +347,7 @@ def _engine_config(settings: Settings, base_digest: str) -> EngineConfig:
         max_step_rank_rows=settings.max_step_rank_rows,
         max_context=settings.max_context,
         max_waiting=settings.max_waiting,
+        max_waiting_per_tenant=settings.max_waiting_per_tenant,
         base_digest=base_digest,
     )
 

@@ -20,6 +20,7 @@ class Settings(BaseSettings):
         model_dir: Hugging Face folder of the base model.
         device: `cpu`, or a torch device name.
         dtype: Weights, activations, adapters and KV cache.
+        cpu_form: `native` (built on first use, where a C++ compiler is), `torch`, or `auto`: native where it can be had.
         num_threads: Threads of the math library; 0 leaves its own choice.
         max_sequences: Sequences that run at the same time.
         max_step_tokens: Rows of one step.
@@ -32,6 +33,7 @@ class Settings(BaseSettings):
         max_step_rank_rows: Rank rows of all adapters that run at the same time.
         max_context: Tokens of prompt and output together; 0 takes the model's own limit.
         max_waiting: Requests that wait in the engine at most.
+        max_waiting_per_tenant: Requests of one tenant that wait at most; 0 for no limit of its own.
         control_plane: Address of the control plane's listener for callers.
         control_plane_ca: PEM authorities for its certificate; absent: plaintext, on loopback only unless `allow_plaintext`.
         node_key_file: Where the node's key is kept.
@@ -70,6 +72,7 @@ class Settings(BaseSettings):
     model_dir: Path
     device: str = "cpu"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    cpu_form: Literal["auto", "native", "torch"] = "auto"
     num_threads: Annotated[int, Field(ge=0, le=1024)] = 0
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
     max_step_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 512
@@ -82,6 +85,7 @@ class Settings(BaseSettings):
     max_step_rank_rows: Annotated[int, Field(ge=16, le=1 << 20)] = 1024
     max_context: Annotated[int, Field(ge=0)] = 0
     max_waiting: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    max_waiting_per_tenant: Annotated[int, Field(ge=0, le=1_000_000)] = 2_500
     control_plane: str = "127.0.0.1:7600"
     control_plane_ca: Path | None = None
     node_key_file: Path = Path("/var/lib/veneer/node.key")
