@@ -136,6 +136,8 @@ class Relay:
         try:
             await run()
         except Exception as error:  # noqa: BLE001
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError from error  # cleaning up failed and took the cancellation's place
             self._failed.inc()
             _LOG.warning("the relay failed; what it had to do waits", extra={"work": work, "cause": type(error).__name__})
             return False
