@@ -135,7 +135,9 @@ class Relay:
         """Says whether it went well. No failure may end the relay, since nobody would start it again."""
         try:
             await run()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError from error  # cleaning up failed and took the cancellation's place
             self._failed.inc()
             _LOG.warning("the relay failed; what it had to do waits", extra={"work": work, "cause": type(error).__name__})
             return False

@@ -118,6 +118,8 @@ class HintSubscriber:
             try:
                 await self._subscribe()
             except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise asyncio.CancelledError from error  # closing the connection failed and took the cancellation's place
                 if self.connected:
                     backoff_s = 0.1
                 _log.warning("hints are not available", extra={"cause": type(error).__name__})

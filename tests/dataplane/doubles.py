@@ -115,6 +115,7 @@ class FolderSource:
             An error is raised after the first half.
         offsets: Offset of every transfer that was asked for.
         reported: Versions reported as corrupt.
+        open: While it is cleared no transfer goes on.
     """
 
     def __init__(self, folder: Path, *, base_digest: str, owner: str = "acme", part_bytes: int = 1000) -> None:
@@ -128,6 +129,8 @@ class FolderSource:
         self.reported: list[str] = []
         self.num_grants = 0
         self.num_running = self.max_running = 0
+        self.open = asyncio.Event()
+        self.open.set()
         self._part_bytes = part_bytes
 
     async def grant_blobs(self, version: str) -> Grant:
@@ -141,6 +144,7 @@ class FolderSource:
         self.num_running += 1
         self.max_running = max(self.max_running, self.num_running)
         try:
+            await self.open.wait()
             data = self.files[blob.name]
             fault = self.faults.pop(0) if self.faults else None
             if callable(fault):

@@ -122,6 +122,23 @@ async def test_a_silent_connection_is_probed_and_kept(valkey: Valkey) -> None:
     await listener.stop()
 
 
+async def test_a_connection_that_cannot_be_closed_does_not_keep_the_subscriber_alive(
+    valkey: Valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = Listener(valkey.url())
+    await listener.until(connects=1)
+
+    async def fail(*_: object, **__: object) -> None:
+        raise redis.exceptions.TimeoutError("cannot close")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(redis.asyncio.Redis, "aclose", fail)
+        listener.task.cancel()
+        done, _ = await asyncio.wait({listener.task}, timeout=5)
+    assert done
+    assert listener.task.cancelled()
+
+
 @given(payload=st.one_of(st.binary(max_size=200), st.none(), st.text(), st.integers()))
 def test_any_payload_is_a_hint_or_none(payload: object) -> None:
     hint = read_hint(payload)

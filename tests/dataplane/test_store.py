@@ -190,7 +190,11 @@ async def test_an_image_makes_room_for_itself_and_says_for_whom_not(shelf: Shelf
 
 async def test_fetches_at_the_same_time_are_bounded(shelf: Shelf) -> None:
     shelf.store = shelf.build(max_fetches=2)
-    await asyncio.gather(*(shelf.store.fetch(shelf.version) for _ in range(6)))
+    shelf.source.open.clear()
+    fetches = asyncio.gather(*(shelf.store.fetch(shelf.version) for _ in range(6)))
+    await until(lambda: shelf.source.num_running == 2)
+    shelf.source.open.set()
+    await fetches
     assert shelf.source.max_running == 2
 
 

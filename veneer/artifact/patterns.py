@@ -246,7 +246,8 @@ class _Parser:
             return _Part(partial(_none_of, frozenset("\n")))
         if character in "^$":
             return _Part(partial(_at, character), is_anchor=True)
-        if character in "*+?":
+        count = _COUNTS.match(self._text, self._next - 1)
+        if character in "*+?" or (count is not None and count.group() != "{}"):
             raise PatternError(f"nothing to repeat at character {self._next - 1}")
         if character == "\\":
             kind = self._take()
