@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,7 +144,8 @@ def test_the_form_that_is_chosen_equals_each_row_alone(case: Case, chunk: int) -
     ours = MixedBatches(case.setting.model, case.setting.adapters, cpu_form="auto")
     form = read_config(case.setting.model)
     has_native = form.head_dim % 16 == 0 and form.attention_softcap is None and all(layer.window is None for layer in form.layers)
-    assert ours.runner.form.startswith("native") == has_native
+    if any(map(shutil.which, ("c++", "g++", "clang++"))):
+        assert ours.runner.form.startswith("native") == has_native
     result = compare(ours.logits(case.rows, chunk=chunk), case.theirs, tolerance=TOLERANCE)
     assert result.largest_error <= TOLERANCE
     assert result.wrong_tokens == 0
