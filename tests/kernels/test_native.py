@@ -40,6 +40,7 @@ def test_the_best_instruction_set_that_the_processor_has_is_chosen(features: set
     assert best_instruction_set(frozenset(features)).name == name
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 def test_one_openmp_runtime_serves_torch_and_the_native_form() -> None:
     code = (
         "import torch; from kernels.native import load_native, openmp_runtimes; torch.randn(300, 300) @ torch.randn(300, 300); "

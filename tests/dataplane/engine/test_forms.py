@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ def without_compiler() -> None:
     raise NativeFormError("no C++ compiler")
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 def test_the_native_form_is_taken_where_it_can_be_had(tiny_config: Make, plain: Any) -> None:
     assert form_of(tiny_config(), plain).startswith("native, ")
     assert form_of(tiny_config(cpu_form="native"), plain).startswith("native, ")
