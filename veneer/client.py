@@ -23,6 +23,11 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
 _PART_BYTES = 1 << 20
+_PUBLISH_ATTEMPTS = 4
+_ANSWER_LOST = "Internal error from Core"
+"""What grpc.aio puts in the answer's place when a write fails a moment before the answer is read. The upload is sent again under
+its request identifier, which gives the same answer."""
+
 _FILES = (
     (catalog_pb2.ADAPTER_FILE_CONFIG, CONFIG_NAME),
     (catalog_pb2.ADAPTER_FILE_WEIGHTS, WEIGHTS_NAME),
@@ -143,25 +148,44 @@ class Client(Connection):
         header = catalog_pb2.PublishHeader(
             adapter=adapter, base=base, alias=alias, label=label, request_id=request_id or uuid.uuid4().hex
         )
-        total, sent = sum(path.stat().st_size for _, path in paths), 0
+        total = sum(path.stat().st_size for _, path in paths)
         with typed_errors():
-            call = self._catalog.Publish(timeout=timeout_s, metadata=self._metadata)
-            try:
-                await call.write(catalog_pb2.PublishRequest(header=header))
-                for file, path in paths:
-                    with path.open("rb") as source:
-                        while data := await asyncio.to_thread(source.read, _PART_BYTES):
-                            await call.write(catalog_pb2.PublishRequest(part=catalog_pb2.PublishPart(file=file, data=data)))
-                            sent += len(data)
-                            if progress is not None:
-                                progress(sent, total)
-                await call.done_writing()
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                pass  # refused before all was sent: the answer says why
-            except BaseException:
-                call.cancel()
-                raise
-            return await call
+            for _ in range(_PUBLISH_ATTEMPTS - 1):
+                try:
+                    return await self._send(header, paths, total=total, progress=progress, timeout_s=timeout_s)
+                except grpc.aio.AioRpcError as error:
+                    if error.details() != _ANSWER_LOST:
+                        raise
+            return await self._send(header, paths, total=total, progress=progress, timeout_s=timeout_s)
+
+    async def _send(
+        self,
+        header: catalog_pb2.PublishHeader,
+        paths: Sequence[tuple[catalog_pb2.AdapterFile.ValueType, Path]],
+        *,
+        total: int,
+        progress: Callable[[int, int], None] | None,
+        timeout_s: float,
+    ) -> catalog_pb2.PublishResponse:
+        """Sends one upload and returns its answer, which may come before all is sent."""
+        sent = 0
+        call = self._catalog.Publish(timeout=timeout_s, metadata=self._metadata)
+        try:
+            await call.write(catalog_pb2.PublishRequest(header=header))
+            for file, path in paths:
+                with path.open("rb") as source:
+                    while data := await asyncio.to_thread(source.read, _PART_BYTES):
+                        await call.write(catalog_pb2.PublishRequest(part=catalog_pb2.PublishPart(file=file, data=data)))
+                        sent += len(data)
+                        if progress is not None:
+                            progress(sent, total)
+            await call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # refused before all was sent: the answer says why
+        except BaseException:
+            call.cancel()
+            raise
+        return await call
 
     async def adapters(self) -> list[catalog_pb2.Adapter]:
         """The tenant's adapters by name, with their aliases."""

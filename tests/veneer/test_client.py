@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from veneer.access import Identity, Rule, method_names
@@ -281,6 +282,25 @@ async def test_a_publish_that_is_refused_halfway_tells_every_fault(client: Clien
     with pytest.raises(InvalidArgumentError) as caught:
         await client.publish(folder, adapter="tone", base="smol")
     assert [violation.field for violation in caught.value.violations] == ["adapter_config.json: r", "lora_A"]
+
+
+async def test_a_publish_whose_answer_was_lost_is_sent_again_under_its_identifier(
+    client: Client, catalog: Catalog, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = grpc.aio.Metadata()
+    lost = [grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, details="Internal error from Core")]
+    send = client._send
+
+    async def lose_first(*parts: Any, **more: Any) -> Any:
+        answer = await send(*parts, **more)
+        if lost:
+            raise lost.pop()
+        return answer
+
+    monkeypatch.setattr(client, "_send", lose_first)
+    await client.publish(folder, adapter="tone", base="smol")
+    first, second = catalog.headers
+    assert first.request_id == second.request_id
 
 
 async def test_missing_files_are_all_named_before_anything_is_sent(client: Client, catalog: Catalog, tmp_path: Path) -> None:
