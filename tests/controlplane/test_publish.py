@@ -99,7 +99,9 @@ async def test_a_request_id_with_other_content_is_refused(acme: Client, database
         (adapter_files(1), {"adapter": "other"}),
     ]
     for files, changed in others:
-        code, text = await refused(acme.catalog.Publish(upload(files, **{**HEADER, **changed})))
+        code, text = await refused(
+            lambda files=files, changed=changed: acme.catalog.Publish(upload(files, **{**HEADER, **changed}))
+        )
         assert (code, "request_id" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True), changed
     assert rows(database, "versions") == 1
 
@@ -164,7 +166,7 @@ async def test_a_refused_adapter_leaves_nothing_and_lists_every_fault(
 ) -> None:
     good = adapter_files(1)
     bad = Files(b'{"peft_type": "LORA", "r": 3, "lora_alpha": "x"}', good.weights[:-8])
-    code, text = await refused(acme.catalog.Publish(upload(bad, **HEADER)))
+    code, text = await refused(lambda: acme.catalog.Publish(upload(bad, **HEADER)))
 
     assert code == grpc.StatusCode.INVALID_ARGUMENT
     assert "lora_alpha" in text
@@ -200,7 +202,7 @@ HEAD = catalog_pb2.PublishRequest(header=catalog_pb2.PublishHeader(**HEADER))
 async def test_a_stream_out_of_order_is_refused_by_field(
     acme: Client, messages: Iterable[catalog_pb2.PublishRequest], field: str
 ) -> None:
-    code, text = await refused(acme.catalog.Publish(iter(messages)))
+    code, text = await refused(lambda: acme.catalog.Publish(iter(messages)))
     assert code == grpc.StatusCode.INVALID_ARGUMENT
     assert field in text
 
@@ -267,6 +269,6 @@ async def test_a_publish_that_its_caller_cancels_leaves_nothing(acme: Client, da
 @pytest.mark.parametrize("alias", ["Stable", "a b", "-x", "x-", "../x"])
 async def test_an_alias_that_none_can_have_is_refused_before_the_upload(acme: Client, alias: str) -> None:
     code, text = await refused(
-        acme.catalog.Publish(iter([catalog_pb2.PublishRequest(header=catalog_pb2.PublishHeader(alias=alias, **HEADER))]))
+        lambda: acme.catalog.Publish(iter([catalog_pb2.PublishRequest(header=catalog_pb2.PublishHeader(alias=alias, **HEADER))]))
     )
     assert (code, text.startswith("alias")) == (grpc.StatusCode.INVALID_ARGUMENT, True)

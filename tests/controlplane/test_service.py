@@ -49,7 +49,7 @@ async def test_the_publish_check_runs_in_its_jail_by_default(settings: Settings)
         await world.base()
         tenant = await world.tenant("acme")
         published = await world.publish(tenant, seed=1)
-        code, text = await refused(tenant.catalog.Publish(upload(Files(b"{}", b"PK\x03\x04"), **HEADER)))
+        code, text = await refused(lambda tenant=tenant: tenant.catalog.Publish(upload(Files(b"{}", b"PK\x03\x04"), **HEADER)))
 
     assert published.version.report.num_pairs == 1
     assert code == grpc.StatusCode.INVALID_ARGUMENT
@@ -80,7 +80,9 @@ async def test_a_text_with_a_nul_character_is_refused_and_harms_nothing(world: W
     code, _ = await refused(tenant.catalog.GetAdapter(catalog_pb2.GetAdapterRequest(adapter="a\x00b")))
     assert code == grpc.StatusCode.INVALID_ARGUMENT
     header = {**HEADER, "label": "a\x00b"}
-    assert (await refused(tenant.catalog.Publish(upload(adapter_files(1), **header))))[0] == grpc.StatusCode.INVALID_ARGUMENT
+    assert (await refused(lambda: tenant.catalog.Publish(upload(adapter_files(1), **header))))[
+        0
+    ] == grpc.StatusCode.INVALID_ARGUMENT
     assert (await world.publish(tenant, seed=1)).version.number == 1
 
 

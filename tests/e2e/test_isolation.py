@@ -117,7 +117,16 @@ def _served(address: str) -> dict[str, frozenset[str]]:
 async def call(
     channel: grpc.aio.Channel, method: MethodDescriptor, request: Message | list[Message], secret: str
 ) -> tuple[str, str, list[Any]]:
-    """Code, text and messages of a call."""
+    """Code, text and messages of a call; made again when grpc.aio puts an error of its own in the place of an early answer."""
+    while True:
+        code, text, answers = await _call_once(channel, method, request, secret)
+        if text != "Internal error from Core":
+            return code, text, answers
+
+
+async def _call_once(
+    channel: grpc.aio.Channel, method: MethodDescriptor, request: Message | list[Message], secret: str
+) -> tuple[str, str, list[Any]]:
     path = f"/{method.containing_service.full_name}/{method.name}"
     codec = {
         "request_serializer": lambda message: message.SerializeToString(),
