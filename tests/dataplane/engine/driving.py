@@ -192,13 +192,13 @@ class Loop:
 def assert_idle(scheduler: Scheduler, adapters: FakeAdapters | None = None) -> None:
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_pages_used) == (0, 0, 0)
     assert scheduler.request_ids == ()
-    assert (scheduler._active, scheduler._active_rows, scheduler._awaited) == ({}, 0, {})
+    assert (scheduler._leases.active, scheduler._leases._rank_rows, scheduler._leases._awaited) == ({}, 0, {})
     tenants = scheduler._tenants
     assert (tenants._num_active, tenants._weights, tenants._parked, list(tenants.active)) == (0, 0, {}, [])
     assert all(tenants.queue_of(name) == (0, 0) for name in tenants._accounts)
     assert scheduler._pool.num_free == scheduler._pool.num_pages
     assert scheduler._pool.num_kept == len(scheduler._pool._names) == len(scheduler._pool._index)
     assert sum(account.held for account in scheduler._pool._accounts.values()) == 0
-    assert sorted(scheduler._seats) == list(range(scheduler._limits.max_sequences))
+    assert sorted(scheduler._seating.seats) == list(range(scheduler._limits.max_sequences))
     if adapters is not None:
         assert adapters.leases == {}

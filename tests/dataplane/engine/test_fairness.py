@@ -133,7 +133,7 @@ def service_of(scheduler: Any, tenant: str) -> float:
 
 def flood(scheduler: Any, tenant: str, count: int, *, prompt: int = 8, **fields: Any) -> None:
     for i in range(count):
-        name = f"{tenant}{scheduler._num_submitted}"
+        name = f"{tenant}{scheduler._requests._count}"
         tokens = tuple((i * 7 + j) % 50 for j in range(prompt))
         add(scheduler, submit(name, tokens, tenant=tenant, cache_salt=tenant, **({"max_tokens": 8} | fields)))
 
@@ -233,7 +233,7 @@ def test_a_tenant_below_its_share_waits_three_steps_at_most_and_the_newest_give_
         loop.turn()
         served.append("v30" in loop.finished)
     assert served == [False, False, True]
-    assert [item.submit.request_id for item in scheduler._running] == ["x0", "x1", "x2"], "the newest gave way"
+    assert [item.submit.request_id for item in scheduler._seating.running] == ["x0", "x1", "x2"], "the newest gave way"
     loop.run()
     for i, name in enumerate(sorted((name for name in loop.finished if name[0] == "x"), key=lambda name: int(name[1:]))):
         assert loop.outputs[name] == expected(tuple((i * 7 + j) % 50 for j in range(8)), 20, ())
@@ -249,7 +249,7 @@ def test_who_holds_no_more_than_its_share_is_not_disturbed() -> None:
     flood(scheduler, "e", 3)
     for _ in range(12):
         loop.turn()
-    assert {item.submit.tenant for item in scheduler._running} == set("abcd"), "each has one, its oldest"
+    assert {item.submit.tenant for item in scheduler._seating.running} == set("abcd"), "each has one, its oldest"
     loop.run()
     assert len(loop.finished) == 7
 
@@ -269,7 +269,7 @@ def test_pages_too_are_shared() -> None:
     flood(scheduler, "x", 8, max_tokens=20)
     for _ in range(4):
         loop.turn()
-    assert scheduler._seats
+    assert scheduler._seating.seats
     flood(scheduler, "v", 1, prompt=20, max_tokens=2)
     for _ in range(5):
         loop.turn()
@@ -318,7 +318,7 @@ def test_a_tenant_whose_every_request_loads_keeps_one_loads_credit_and_no_more()
     assert since < later
     assert "y" not in {account.name for account in scheduler._tenants.active}
     adapters.resident.add("v1r3")
-    scheduler._wake()
+    scheduler._prefill.wake()
     assert service_of(scheduler, "y") == since, "what one load took is its credit"
     loop.run()
     assert_idle(scheduler, adapters)

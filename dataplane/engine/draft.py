@@ -1,0 +1,172 @@
+"""One step while it is planned: which rows of which sequences, and what they cost. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from dataplane.engine.limits import Limits
+from dataplane.engine.plan import Plan, PlannedRows
+from dataplane.engine.seating import Seating
+from dataplane.engine.sequence import MAX_SCORED_ROWS, Phase, Sequence
+
+
+class Draft:
+    """Collects rows; what is added counts as done. Made for each step by the scheduler.
+
+    Args:
+        limits: Limits of the scheduler.
+        active: How many sequences run with a version; read only.
+
+    Attributes:
+        budget: Rows that may still be added.
+        missed: Versions of waiting requests that are not on the device.
+        cost: What the rows cost, by `Prices`.
+    """
+
+    def __init__(self, limits: Limits, active: Mapping[str, int]) -> None:
+        self._prices = limits.prices
+        self._active = active
+        self._max_tokens = limits.max_step_tokens
+        self._scores_left = MAX_SCORED_ROWS
+        self._planned: list[tuple[Sequence, PlannedRows]] = []
+        self.budget = limits.max_step_tokens
+        self.missed: set[str] = set()
+        self.cost = 0.0
+
+    def finish(self) -> tuple[Plan, tuple[Sequence, ...]]:
+        """Returns the step, and the sequence of each of its rows."""
+        self._planned.sort(key=_place_in_step)
+        rows = tuple([item[1] for item in self._planned])
+        return Plan(rows, self._max_tokens - self.budget, frozenset(self.missed)), tuple([item[0] for item in self._planned])
+
+    @property
+    def may_score(self) -> bool:
+        """Whether a prompt's tokens may still be scored in this step."""
+        return self._scores_left > 0
+
+    def room_for(self, sequence: Sequence) -> int:
+        """Returns how many rows of a sequence may be added; none when it is scored and the step scores enough already."""
+        count = min(self.budget, sequence.num_remaining)
+        return min(count, self._scores_left) if sequence.is_scored else count
+
+    def add_single(self, seating: Seating, *, page_size: int) -> None:
+        """Adds the sequences that lack one row: nearly always those that decode.
+
+        This goes over every running sequence in every step, so it reaches into it directly: 256 calls of `add` take as long as
+        all the rest of a step's planning together.
+        """
+        running, prices, active = Phase.RUNNING, self._prices, self._active
+        decode, rank_row, total = prices.decode_token, prices.rank_row, 0.0
+        make, append = tuple.__new__, self._planned.append
+        num_before = len(self._planned)
+        for sequence in tuple(seating.running):
+            tokens, start = sequence.tokens, sequence.num_scheduled
+            num_known = len(tokens) + sequence.pending
+            if num_known - start != 1 or num_known >= sequence.last or sequence.phase is not running or sequence.preempting:
+                continue
+            if sequence.paused or sequence.is_scored:
+                continue
+            if start >= len(sequence.pages) * page_size:
+                pages = seating.grow(sequence)
+                if pages is not None:
+                    append((sequence, self._plan_rows(sequence, 1, pages)))
+                continue
+            if sequence.is_unfinished:
+                append((sequence, self._plan_rows(sequence, 1, ())))
+                continue
+            lease, account = sequence.lease, sequence.account
+            if start >= sequence.num_charged:
+                sequence.num_charged = num_known
+                cost = decode if lease is None else decode + rank_row * sequence.rank_rows / active[lease.version]
+                account.service += cost / account.weight
+                total += cost
+            sequence.num_scheduled = num_known
+            sequence.in_flight += 1
+            sequence.pending += 1
+            row = (
+                sequence.seat, -1 if lease is None else lease.slot, start, 1, tuple(tokens[start:]), (), len(sequence.pages),
+                sequence.submit.sampling, num_known - sequence.num_prompt, None, 0,
+                sequence.num_prompt, None, sequence.plain, sequence.mask, 0, (), 0,
+            )  # fmt: skip
+            append((sequence, make(PlannedRows, row)))
+        self.cost += total
+        self.budget -= len(self._planned) - num_before
+
+    def add(self, sequence: Sequence, count: int, *, new_pages: Iterable[int] = (), num_shared: int = 0) -> None:
+        """Adds the next rows of a sequence.
+
+        Args:
+            sequence: The sequence.
+            count: Rows, at least one; at most `room_for` it.
+            new_pages: Pages that it was given for them; they are the last of its own.
+            num_shared: The first so many of them were filled by others.
+        """
+        self._planned.append((sequence, self._plan_rows(sequence, count, new_pages, num_shared=num_shared)))
+        self.budget -= count
+
+    def _plan_rows(self, sequence: Sequence, count: int, new_pages: Iterable[int], *, num_shared: int = 0) -> PlannedRows:
+        """Counts the rows as done, charges them and describes them."""
+        start = sequence.num_scheduled
+        end = start + count
+        submit, tokens = sequence.submit, sequence.tokens
+        num_known = len(tokens) + sequence.pending
+        samples = end == num_known
+        pages = tuple(new_pages)
+        sampling = submit.sampling
+        num_before = len(sequence.pages) - len(pages)
+        sets_up = not num_before and not sequence.plain
+        score_start, targets = self._score(sequence, start, end) if sequence.is_scored else (0, ())
+        sequence.num_scheduled = end
+        sequence.in_flight += 1
+        if samples:
+            sequence.pending += 1
+            if sequence.is_unfinished:
+                sequence.is_unfinished = False
+                sequence.account.unfinished.remove(sequence)
+        if end > sequence.num_charged:
+            self._charge(sequence, start, end)
+        return PlannedRows(
+            seat=sequence.seat,
+            slot=sequence.slot,
+            start=start,
+            count=count,
+            ids=tuple(tokens[start:end]),
+            new_pages=pages,
+            num_pages_before=num_before,
+            sampling=sampling if samples else None,
+            sample_index=num_known - len(submit.prompt),
+            history=tuple(tokens) if sets_up else None,
+            num_shared_pages=num_shared,
+            num_prompt=sequence.num_prompt,
+            rules=sampling if sets_up else None,
+            plain=sequence.plain,
+            mask=sequence.mask,
+            score_start=score_start,
+            targets=targets,
+            num_top=sampling.prompt_logprobs or 0,
+        )
+
+    def _score(self, sequence: Sequence, start: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """Counts the prompt tokens after rows [start, end) as scored; returns the first such row, from `start` on, and them."""
+        prompt = sequence.submit.prompt
+        first, last = max(start, sequence.num_targets), min(end, len(prompt) - 1)
+        targets = prompt[first + 1 : last + 1]
+        sequence.num_targets = max(last, sequence.num_targets)
+        sequence.is_scored = sequence.num_targets < len(prompt) - 1
+        self._scores_left -= len(targets)
+        return first - start, targets
+
+    def _charge(self, sequence: Sequence, start: int, end: int) -> None:
+        """Charges the positions that were neither computed before nor found in the cache, and their part of the rank rows."""
+        prices, submit, charged = self._prices, sequence.submit, sequence.num_charged
+        count = end - max(start, charged)
+        cost = count * (prices.prefill_token if start < len(submit.prompt) else prices.decode_token)
+        if submit.version is not None:
+            cost += prices.rank_row * sequence.rank_rows / self._active[submit.version]
+        sequence.num_charged = end
+        sequence.account.service += cost / sequence.account.weight
+        self.cost += cost
+
+
+def _place_in_step(item: tuple[Sequence, PlannedRows]) -> tuple[bool, int]:
+    return item[1].count > 1, item[1].slot

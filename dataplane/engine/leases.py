@@ -1,0 +1,100 @@
+"""Adapters of running requests: their leases, what they take of a step's rank rows, and which versions are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from dataplane.engine.sequence import Sequence
+from dataplane.lora.residency import Lease
+from kernels.rows import aligned_rank
+
+
+class Adapters(Protocol):
+    """What the scheduler needs to know of adapters on the device."""
+
+    def acquire(self, version: str) -> Lease | None:
+        """Takes a lease, or returns None when the version is not on the device; then it is remembered as wanted."""
+
+    def release(self, lease: Lease) -> None:
+        """Gives a lease back."""
+
+    def withdraw(self, version: str) -> None:
+        """Notes that nobody waits for a version any more."""
+
+    def arrived(self) -> Mapping[str, int]:
+        """Returns the versions that may have come to the device since the last call, with the bytes that were copied."""
+
+    def is_starved(self, version: str) -> bool:
+        """Whether the version could be loaded but for the slots and bytes that leases hold."""
+
+
+class Leases:
+    """Takes and gives back leases of sequences. Owned by the scheduler.
+
+    Args:
+        adapters: Adapters on the device.
+        max_rank_rows: Rank rows that the adapters of all sequences that hold a lease may have together.
+
+    Attributes:
+        active: How many sequences hold a lease of a version.
+    """
+
+    def __init__(self, adapters: Adapters, *, max_rank_rows: int) -> None:
+        self._adapters = adapters
+        self._max_rank_rows = max_rank_rows
+        self._rank_rows = 0
+        self._awaited: dict[str, int] = {}
+        self.active: dict[str, int] = {}
+
+    def take(self, sequence: Sequence, version: str, missed: set[str]) -> bool:
+        """Gives a sequence its lease and returns True; versions that are not on the device are added to `missed`."""
+        lease = self._adapters.acquire(version)
+        if lease is None:
+            missed.add(version)
+            return False
+        rows = aligned_rank(lease.rank)
+        if version not in self.active:
+            if self._rank_rows + rows > self._max_rank_rows:
+                self._adapters.release(lease)
+                return False
+            self._rank_rows += rows
+        self.active[version] = self.active.get(version, 0) + 1
+        sequence.lease = lease
+        sequence.rank_rows = rows
+        return True
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Ends a sequence's lease, if it has one."""
+        lease = sequence.lease
+        if lease is None:
+            return
+        sequence.lease = None
+        self.active[lease.version] -= 1
+        if not self.active[lease.version]:
+            del self.active[lease.version]
+            self._rank_rows -= sequence.rank_rows
+        self._adapters.release(lease)
+
+    def expect(self, version: str | None) -> None:
+        """Counts one request more that waits for a version; None is the base, which is always there."""
+        if version is not None:
+            self._awaited[version] = self._awaited.get(version, 0) + 1
+
+    def expect_less(self, version: str | None, *, withdraw: bool) -> None:
+        """Counts one request less; after the last one, says if told so that nobody waits for the version."""
+        if version is None:
+            return
+        self._awaited[version] -= 1
+        if not self._awaited[version]:
+            del self._awaited[version]
+            if withdraw:
+                self._adapters.withdraw(version)
+
+    def arrived(self) -> Mapping[str, int]:
+        """Returns the versions that may have come to the device since the last call, with the bytes that were copied."""
+        return self._adapters.arrived()
+
+    def is_starved(self, version: str) -> bool:
+        """Whether the version could be loaded but for the slots and bytes that leases hold."""
+        return self._adapters.is_starved(version)

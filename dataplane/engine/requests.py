@@ -1,0 +1,66 @@
+"""Requests that have not ended, and their deadlines. Integers and clock readings that callers bring."""
+
+from __future__ import annotations
+
+import heapq
+
+from dataplane.engine.sequence import Phase, Sequence
+
+
+class Requests:
+    """All sequences that have not ended, by the id of their request, oldest first. Owned by the scheduler."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[str, Sequence] = {}
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._count = 0
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Their ids."""
+        return tuple(self._sequences)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of one that has not ended."""
+        while self._deadlines and self._deadlines[0][2].phase is Phase.ENDED:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    def get(self, request_id: str) -> Sequence | None:
+        """Returns a sequence, or None when it has ended or never was."""
+        return self._sequences.get(request_id)
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes in a new one."""
+        self._sequences[sequence.submit.request_id] = sequence
+        if sequence.deadline is not None:
+            heapq.heappush(self._deadlines, (sequence.deadline, self._count, sequence))
+            self._forget_ended_deadlines()
+        self._count += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forgets one that ends."""
+        del self._sequences[sequence.submit.request_id]
+
+    def waiting_for(self, version: str) -> list[Sequence]:
+        """Returns those that wait for an adapter and have not run yet."""
+        return [
+            sequence
+            for sequence in self._sequences.values()
+            if sequence.submit.version == version and sequence.phase is Phase.WAITING and sequence.lease is None
+        ]
+
+    def pop_expired(self, now: float) -> Sequence | None:
+        """Returns one whose deadline has passed, or None; the caller ends it before the next call."""
+        deadline = self.next_deadline
+        return None if deadline is None or deadline > now else heapq.heappop(self._deadlines)[2]
+
+    def _forget_ended_deadlines(self) -> None:
+        """Keeps no more ended requests than live ones: a distant deadline outlives its request by hours."""
+        if len(self._deadlines) > 2 * len(self._sequences) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].phase is not Phase.ENDED]
+            heapq.heapify(self._deadlines)

@@ -1,0 +1,109 @@
+"""Who runs: seats, the pages of those that have one, and who must give way. Integers only."""
+
+from __future__ import annotations
+
+import bisect
+
+from dataplane.engine.fairness import Tenants
+from dataplane.engine.kv_cache import PagePool
+from dataplane.engine.limits import Limits
+from dataplane.engine.prefix_cache import PrefixCache
+from dataplane.engine.relief import Relief
+from dataplane.engine.sequence import Phase, Sequence
+
+
+class Seating:
+    """Gives sequences a seat and pages, and takes both back. Owned by the scheduler.
+
+    Args:
+        limits: Limits of the scheduler.
+        pool: Its pages.
+        tenants: Its tenants.
+        prefix: Its prefix cache.
+
+    Attributes:
+        running: Sequences that hold a seat, oldest first; others only read it.
+        seats: Free seats; others only read them.
+        relief: Who gives way.
+    """
+
+    def __init__(self, limits: Limits, pool: PagePool, tenants: Tenants, *, prefix: PrefixCache) -> None:
+        self._pool = pool
+        self._tenants = tenants
+        self._prefix = prefix
+        self._num_admitted = 0
+        self.running: list[Sequence] = []
+        self.seats = list(range(limits.max_sequences - 1, -1, -1))
+        self.relief = Relief(limits, pool, tenants, seats=self.seats, running=self.running)
+
+    def has_pages(self, sequence: Sequence) -> bool:
+        """Whether all known tokens and one more fit while every running sequence can still get a page."""
+        spare = len(self.running)
+        num_free = self._pool.num_free
+        needed = self._pool.pages_for(len(sequence.tokens) + 1) + spare
+        if needed > num_free and sequence.keys:
+            shared = self._prefix.find(sequence)
+            needed -= len(shared) - self._pool.num_kept_of(shared)
+        return needed <= num_free or (spare == 0 and self._pool.pages_for(len(sequence.tokens)) <= num_free)
+
+    def seat(self, sequence: Sequence) -> int:
+        """Seats a waiting sequence and gives it pages for all its known tokens; returns how many of them others filled."""
+        if sequence.order < 0:
+            sequence.order = self._num_admitted
+            self._num_admitted += 1
+        self._tenants.start(sequence)
+        sequence.account.lacks_pages = False
+        sequence.phase = Phase.RUNNING
+        sequence.is_unfinished = True
+        sequence.seat = self.seats.pop()
+        bisect.insort(self.running, sequence, key=_order)
+        submit, num_tokens = sequence.submit, len(sequence.tokens)
+        num_shared = self._prefix.share(sequence)
+        sequence.pages += self._pool.take(self._pool.pages_for(num_tokens) - num_shared, submit.tenant, weight=submit.weight)
+        return num_shared
+
+    def grow(self, sequence: Sequence) -> list[int] | None:
+        """Gets the page for one more row; returns the new pages, or None when the sequence must stand back in this step."""
+        missing = self._pool.pages_for(sequence.num_scheduled + 1) - len(sequence.pages)
+        while missing > self._pool.num_free:
+            if any(other.preempting or other.phase is Phase.ENDED for other in self.running):
+                return None
+            idle = [other for other in self.running if other.paused]
+            victim = idle[-1] if idle else self.relief.page_victim(sequence)
+            if victim is self.running[0] and not idle:
+                return None
+            self.preempt(victim)
+            if victim is sequence:
+                return None
+        submit = sequence.submit
+        taken = self._pool.take(missing, submit.tenant, weight=submit.weight)
+        sequence.pages += taken
+        return taken
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes seat and pages from a running sequence, at once or as soon as nothing of it is in flight."""
+        sequence.preempting = True
+        if sequence.in_flight == 0:
+            self.requeue(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Sends a preempted sequence back: it keeps its lease and recomputes later what the cache does not have."""
+        self.leave(sequence, returns=True)
+        sequence.preempting = False
+        sequence.num_scheduled = 0
+        sequence.phase = Phase.WAITING
+
+    def leave(self, sequence: Sequence, *, returns: bool) -> None:
+        """Frees pages and seat, if it has one; `returns` says that the sequence waits again."""
+        if sequence.seat < 0:
+            return
+        self.running.remove(sequence)
+        self._tenants.stop(sequence, returns=returns)
+        sequence.is_unfinished = False
+        self._pool.give_back(sequence.pages)
+        self.seats.append(sequence.seat)
+        sequence.seat = -1
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order

@@ -1,0 +1,17 @@
+"""Leases of running requests."""
+
+from __future__ import annotations
+
+from tests.dataplane.engine.driving import FakeAdapters, Loop, make, submit
+
+
+def test_rank_rows_of_running_adapters_stay_within_the_limit() -> None:
+    adapters = FakeAdapters({"v1r40", "v2r16", "v3r17"})
+    scheduler = make(adapters=adapters, max_step_rank_rows=64)
+    loop = Loop(scheduler)
+    for i, version in enumerate(["v1r40", "v3r17", "v2r16", "v1r40"]):
+        scheduler.add(submit(str(i), version=version), 0.0)
+    loop.turn()
+    assert sorted(adapters.leases.values()) == ["v1r40", "v1r40", "v2r16"]
+    loop.run()
+    assert len(loop.finished) == 4

@@ -1,0 +1,66 @@
+"""Which prompts go on and which requests start."""
+
+from __future__ import annotations
+
+from tests.dataplane.engine.driving import FakeAdapters, Loop, make, submit
+
+
+def test_requests_behind_a_missing_adapter_go_on_and_it_is_reported() -> None:
+    adapters = FakeAdapters({"v1r3"})
+    scheduler = make(adapters=adapters)
+    loop = Loop(scheduler)
+    scheduler.add(submit("cold", version="v9r3"), 0.0)
+    scheduler.add(submit("base"), 0.0)
+    scheduler.add(submit("warm", version="v1r3"), 0.0)
+    loop.turn()
+    assert loop.plans[0].missed == {"v9r3"}
+    assert scheduler.num_running == 2
+    loop.run()
+    assert set(loop.finished) == {"base", "warm"}
+    adapters.resident.add("v9r3")
+    loop.run()
+    assert loop.finished["cold"] == "length"
+
+
+def test_a_request_that_lacks_a_slot_is_passed_only_so_often() -> None:
+    adapters = FakeAdapters({"v1r3"})
+    adapters.starved.add("v9r3")
+    scheduler = make(adapters=adapters, max_sequences=2, max_passes=3)
+    loop = Loop(scheduler)
+    scheduler.add(submit("cold", version="v9r3"), 0.0)
+    for i in range(20):
+        scheduler.add(submit(f"warm{i}", version="v1r3"), 0.0)
+    scheduler.add(submit("base", tenant="u"), 0.0)
+    for _ in range(40):
+        loop.turn()
+    assert adapters.leases == {}, "the slots drained, so that a load can have one"
+    assert 0 < sum(name.startswith("warm") for name in loop.finished) < 12
+    assert "base" in loop.finished, "rows without adapter take no slot"
+    adapters.starved.clear()
+    adapters.resident.add("v9r3")
+    loop.run()
+    assert len(loop.finished) == 22
+
+
+def test_a_long_prompt_that_lacks_pages_is_passed_only_so_often() -> None:
+    scheduler = make(num_pages=8, max_passes=2, max_sequences=3)
+    loop = Loop(scheduler)
+    scheduler.add(submit("a", 4, max_tokens=8), 0.0)
+    loop.turn()
+    scheduler.add(submit("long", 27, max_tokens=1), 0.0)
+    for i in range(30):
+        scheduler.add(submit(f"s{i}", 2, max_tokens=2), 0.0)
+    loop.run()
+    assert list(loop.finished).index("long") < 15
+
+
+def test_a_flooding_tenant_leaves_the_others_their_share() -> None:
+    scheduler = make(max_sequences=2, num_pages=64)
+    loop = Loop(scheduler)
+    for i in range(30):
+        scheduler.add(submit(f"flood{i}", 8, max_tokens=8, tenant="x"), 0.0)
+    for i in range(5):
+        scheduler.add(submit(f"small{i}", 8, max_tokens=8, tenant="y"), 0.0)
+    loop.run()
+    done = list(loop.finished)
+    assert max(done.index(f"small{i}") for i in range(5)) < 14
