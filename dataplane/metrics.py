@@ -99,6 +99,8 @@ class Metrics:
         )
         self._hints_connected = Gauge("veneer_hints_connected", "1 while hints are subscribed to.", registry=registry)
         self._engine_starts = counter("veneer_engine_starts", "Starts of the engine.", [])
+        self._engine_seconds = counter("veneer_engine_seconds", "Time of the step loop by part.", ["part"])
+        self._engine_seconds_seen: dict[str, float] = {}
 
     def timer(self, tenant: str, started_s: float) -> RequestTimer:
         """Returns what times one request."""
@@ -182,6 +184,10 @@ class Metrics:
         self._resident_bytes.labels("device").set(state.arena_bytes_used)
         self._rank_rows.set(sum(holding.rank for holding in on_device))
         self._leases.set(state.leases)
+        for part, seconds in state.seconds:
+            known = self._engine_seconds_seen.get(part, 0.0)
+            self._engine_seconds.labels(part).inc(seconds - known if seconds >= known else seconds)
+            self._engine_seconds_seen[part] = seconds
 
     def show_host(self, num_bytes: int) -> None:
         """Shows the host cache's size."""

@@ -38,6 +38,7 @@ from dataplane.engine.messages import (
 from dataplane.engine.plan import Plan, TokenMask
 from dataplane.engine.runner import Runner
 from dataplane.engine.scheduler import Scheduler
+from dataplane.engine.stopwatch import Stopwatch
 from dataplane.model.config import read_config
 from veneer.errors import VeneerError
 
@@ -91,6 +92,7 @@ class Engine:
         self._grammars = Grammars(compiler, wake=self._wake.set, max_pending=config.max_waiting)
         self._unit_bytes = config.arena_unit_bytes
         self._arena_bytes = self._runner.arena.num_units * config.arena_unit_bytes
+        self._watch = Stopwatch()
         self._stopping = False
         self._steps = self._generated = self._mixed_steps = 0
         self._max_adapters = self._max_rows = 0
@@ -123,6 +125,7 @@ class Engine:
 
     def _turn(self) -> None:
         """One turn: commands, adapters, deadlines, one step; or a wait for the first of those."""
+        self._watch.start()
         self._wake.clear()
         events: list[Event] = []
         while not self._inbox.empty():
@@ -138,19 +141,24 @@ class Engine:
             else:
                 events.append(note)
         events += self._scheduler.expire(time.monotonic())
+        self._watch.lap("receive")
         plan = self._scheduler.schedule()
+        self._watch.lap("schedule")
         if plan is not None and plan.rows:
             self._count(plan)
             started = time.monotonic()
             tokens = self._runner.run(plan)
+            self._watch.lap("run")
             outcome = self._scheduler.commit(plan, tokens, seconds=time.monotonic() - started)
             self._generated += len(outcome.deltas)
             if outcome.deltas:
                 events.append(Tokens(outcome.deltas))
             events += outcome.failed
             events += outcome.not_finite
+            self._watch.lap("commit")
         if events:
             self._emit(events)
+            self._watch.lap("emit")
         if plan is None or not plan.rows:
             deadline = self._scheduler.next_deadline
             timeout = _IDLE_S if deadline is None else min(_IDLE_S, max(0.0, deadline - time.monotonic()))
@@ -244,6 +252,7 @@ class Engine:
             holdings=tuple(
                 Holding(item.version, item.place, item.rank, item.size_bytes, item.leases, item.epoch) for item in holdings
             ),
+            seconds=(*self._watch.seconds.items(), *self._runner.watch.seconds.items()),
         )
 
 

@@ -288,7 +288,8 @@ class State:
     """Counters of the engine; names as in `veneer.dataplane.v1.EngineState`.
 
     `kv_pages_kept` are free pages whose contents can be shared; `prefix_queries` and `prefix_hits` count prompt tokens that were
-    looked up, and found, in the prefix cache.
+    looked up, and found, in the prefix cache. `seconds` says where the loop's time went since start: to `receive` commands,
+    `schedule`, `run` (of which `fill`, `forward` and `sample` are parts), `commit` and `emit`.
     """
 
     token: int
@@ -312,6 +313,7 @@ class State:
     kv_pages_kept: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    seconds: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +369,9 @@ def _build(kind: type[Any], fields: dict[str, Any]) -> Any:
     if kind is Tokens:
         return Tokens(tuple(_delta(delta) for delta in fields["deltas"]))
     if kind is State:
-        return State(**{**fields, "holdings": tuple(Holding(**holding) for holding in fields["holdings"])})
+        holdings = tuple(Holding(**holding) for holding in fields["holdings"])
+        seconds = tuple((str(part), float(number)) for part, number in fields["seconds"])
+        return State(**{**fields, "holdings": holdings, "seconds": seconds})
     if kind is Ready:
         return Ready(**{**fields, "plan": tuple(fields["plan"])})
     return kind(**fields)

@@ -16,6 +16,7 @@ from dataplane.engine.memory import MemoryPlan
 from dataplane.engine.messages import Logprobs
 from dataplane.engine.plan import Chosen, Plan, PlannedRows, Result
 from dataplane.engine.sampler import Sampler
+from dataplane.engine.stopwatch import Stopwatch
 from dataplane.lora.arena import Arena
 from dataplane.model.architecture import Architecture
 from dataplane.model.attention import PagedKv
@@ -47,6 +48,7 @@ class Runner:
         arena: Adapters on the device.
         kv: The KV tensor.
         form: Name of the form that computes, for the printed plan.
+        watch: Seconds of `run` by part: `fill`, `forward`, `sample`.
     """
 
     def __init__(self, config: EngineConfig, model: Architecture, memory: MemoryPlan) -> None:
@@ -79,10 +81,12 @@ class Runner:
         )
         self._last_token = torch.zeros(config.max_sequences, dtype=torch.int64, device=device)
         self._device = device
+        self.watch = Stopwatch()
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Result]:
         """Runs one step and returns what came of the rows that sample or are scored, in order."""
+        self.watch.start()
         new_pages = [page for rows in plan.rows for page in rows.new_pages[rows.num_shared_pages :]]
         if new_pages:
             self.kv.clear(torch.tensor(new_pages, device=self._device))
@@ -93,13 +97,15 @@ class Runner:
         for planned in plan.rows:
             self._sampler.start(planned)
         self._low_rank.begin_step(build_rank_rows(step.row_slot, self.arena.descriptors.largest_rank))
+        self.watch.lap("fill")
         logits = self._model.forward(step.batch, self._attention, self._low_rank)
+        self.watch.lap("forward")
         num_sampled = len(step.sampled)
         results = self._sample(logits[:num_sampled], step.sampled) if num_sampled else []
-        if not step.scored:
-            return results
-        scores = self._sampler.score(logits[num_sampled:], step.scored)
-        return _with_scores(plan, results, scores)
+        if step.scored:
+            results = _with_scores(plan, results, self._sampler.score(logits[num_sampled:], step.scored))
+        self.watch.lap("sample")
+        return results
 
     def _sample(self, logits: Tensor, rows: Sequence[PlannedRows]) -> list[Result]:
         samples = self._sampler.sample(logits, rows)

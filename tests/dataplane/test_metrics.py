@@ -60,6 +60,12 @@ def test_the_engines_figures_have_the_names_that_routers_read(metrics: Metrics, 
     assert info in page
 
 
+def test_the_engines_time_goes_on_after_its_restart(metrics: Metrics, registry: CollectorRegistry) -> None:
+    for seconds in (2.0, 3.5, 0.25):
+        metrics.show_engine(replace(STATE, seconds=(("run", seconds),)), page_size=16, max_slots=40)
+    assert registry.get_sample_value("veneer_engine_seconds_total", {"part": "run"}) == 3.75
+
+
 def test_the_list_of_resident_adapters_is_one_series_however_often_it_changes(
     metrics: Metrics, registry: CollectorRegistry
 ) -> None:

@@ -98,7 +98,11 @@ async def test_requests_stream_the_tokens_of_a_plain_forward_pass(started: Any, 
     client = await started(in_process=in_process)
     outputs = await asyncio.gather(*(collect(client, request(str(i), prompt)) for i, prompt in enumerate(PROMPTS)))
     assert outputs == [plain.greedy(prompt, 8) for prompt in PROMPTS]
-    assert_idle(await client.state())
+    state = await client.state()
+    assert_idle(state)
+    seconds = dict(state.seconds)
+    assert {"receive", "schedule", "run", "commit", "emit"} <= seconds.keys()
+    assert 0 < sum(seconds[part] for part in ("fill", "forward", "sample")) <= seconds["run"]
 
 
 @pytest.mark.parametrize("step_tokens", [8, 9, 16, 64])
