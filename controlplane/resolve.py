@@ -15,6 +15,7 @@ from controlplane.vault import Vault
 from veneer.errors import UnauthenticatedError
 
 _CALLER = "caller"
+_MAX_PRIORITY = {"caller": 0, "publisher": 50, "owner": 100}
 
 
 class Refusal(IntEnum):
@@ -55,6 +56,7 @@ class Caller:
     weight: int
     cache_salt: bytes
     expire_time: datetime | None
+    max_priority: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,4 +171,5 @@ class Resolver:
             weight=holder.weight,
             cache_salt=self._vault.cache_salt(holder.tenant),
             expire_time=holder.expire_time,
+            max_priority=max((_MAX_PRIORITY[role] for role in holder.roles), default=0),
         )

@@ -164,6 +164,7 @@ def caller_message(caller: Caller) -> nodes_pb2.Caller:
         weight=caller.weight,
         cache_salt=caller.cache_salt,
         expire_time=timestamp(caller.expire_time),
+        max_priority=caller.max_priority,
     )
 
 

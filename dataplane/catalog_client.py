@@ -276,7 +276,15 @@ def _read_key(path: Path) -> dict[str, str] | None:
 def _answer(response: nodes_pb2.ResolveResponse) -> Answer:
     caller = response.caller
     expire = caller.expire_time.ToNanoseconds() / 1e9 if caller.HasField("expire_time") else None
-    who = Caller(caller.tenant, caller.key_id, caller.fallback_allowed, max(caller.weight, 1), caller.cache_salt, expire)
+    who = Caller(
+        tenant=caller.tenant,
+        key_id=caller.key_id,
+        fallback_allowed=caller.fallback_allowed,
+        weight=max(caller.weight, 1),
+        cache_salt=caller.cache_salt,
+        expire_unix_s=expire,
+        max_priority=caller.max_priority,
+    )
     if response.WhichOneof("outcome") != "resolution":
         return Answer(who, _REFUSALS.get(response.refusal, Refusal.NOT_FOUND))
     found = response.resolution

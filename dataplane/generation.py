@@ -62,6 +62,7 @@ class GenerationRequest:
         split_unit: Unit of a traffic split; empty: the arm is drawn from the request's identifier.
         sub_salt: Mixed into the cache key beside the tenant's own secret.
         deadline_s: Seconds that are left; None for no limit.
+        priority: Place among the waiting requests of the caller's tenant; capped by the key's role.
     """
 
     key_digest: bytes
@@ -73,6 +74,7 @@ class GenerationRequest:
     split_unit: str = ""
     sub_salt: bytes = b""
     deadline_s: float | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class Served:
     arm: int = 0
     sticky: bool = False
     fallback: FallbackReason | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +200,7 @@ class Generator:
         answer = await self._resolver.resolve(Key(request.key_digest, request.target))
         caller = answer.caller
         set_identity(Identity(kind="tenant", key_digest=request.key_digest, key_id=caller.key_id, tenant=caller.tenant))
+        request = replace(request, priority=min(request.priority, caller.max_priority))
         served = self._bind(request, answer)
         with self._place(answer.caller, request.choice.n):
             budget = await self._prompts.prepare(request.prompt, max_tokens=request.choice.max_tokens)
@@ -236,6 +240,7 @@ class Generator:
                 claim.release()  # with a first token the engine holds a copy and a lease of its own
             if served.fallback is not None:
                 self._metrics.fell_back(served.fallback.value)
+            served = replace(served, priority=request.priority)
             yield Part(served, piece, choice, self._echo(request.choice, submits[0].prompt, choice, piece))
             while streams.is_open:
                 choice, piece = await streams.next()
@@ -339,6 +344,7 @@ class Generator:
                 version=served.version,
                 deadline_s=request.deadline_s,
                 weight=caller.weight,
+                priority=request.priority,
                 cache_salt=salt,
             )
             for index in range(choice.n)

@@ -34,6 +34,7 @@ class Caller:
         weight: Share of the tenant relative to others.
         cache_salt: Secret of the tenant, part of every cache key.
         expire_unix_s: When the key ends by itself, by the control plane's clock; None for never.
+        max_priority: Largest priority of its requests among those of its tenant.
     """
 
     tenant: str
@@ -42,6 +43,7 @@ class Caller:
     weight: int
     cache_salt: bytes
     expire_unix_s: float | None
+    max_priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ def _request(request: generation_pb2.GenerateRequest, *, key_digest: bytes, dead
         split_unit=request.split_unit,
         sub_salt=request.cache_salt,
         deadline_s=deadline_s,
+        priority=request.priority,
     )
 
 
@@ -152,4 +153,5 @@ def _served(served: Served) -> generation_pb2.Served:
         sticky=served.sticky,
         fallback=served.fallback is not None,
         fallback_reason=_REASONS[served.fallback],
+        priority=served.priority,
     )

@@ -60,6 +60,7 @@ class Client(Connection):
         request_id: str = "",
         split_unit: str = "",
         cache_salt: bytes = b"",
+        priority: int = 0,
         timeout_s: float = 600.0,
     ) -> AsyncGenerator[Event]:
         """Streams one completion: one `Served`, then `Chunk`s, last a `Finish` (of each choice, where several were asked for).
@@ -78,6 +79,7 @@ class Client(Connection):
             request_id: The caller's own identifier; empty: the service makes one.
             split_unit: Unit of a traffic split, e.g. an end user.
             cache_salt: Parts users of one tenant in the prefix cache.
+            priority: Place among the tenant's own waiting requests: higher goes first. Capped by the key's roles.
             timeout_s: Deadline of the whole stream.
 
         Raises:
@@ -91,6 +93,7 @@ class Client(Connection):
             request_id=request_id,
             split_unit=split_unit,
             cache_salt=cache_salt,
+            priority=priority,
         )
         _set_prompt(request, prompt)
         stub: generation_pb2_grpc.GenerationServiceAsyncStub = generation_pb2_grpc.GenerationServiceStub(self._channel("data"))

@@ -8,6 +8,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Sized
 
+from dataplane.engine.line import Line
 from dataplane.engine.sequence import Phase, Sequence
 
 _PRUNE_ABOVE = 1024
@@ -20,7 +21,7 @@ class Account:
         name: The tenant.
         weight: Its share relative to others.
         service: Virtual service: cost of what it was served over its weight.
-        waiting: Requests that have not run, first come first.
+        waiting: Requests that have not run, by priority and then first come first.
         returning: Preempted requests, oldest first; they come before those that wait.
         running: Requests that hold a seat, oldest first.
         unfinished: Running requests whose prompt is not planned to its end.
@@ -53,7 +54,7 @@ class Account:
         self.weight = weight
         self.serial = serial
         self.service = 0.0
-        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self.waiting = Line()
         self.returning: list[Sequence] = []
         self.running: list[Sequence] = []
         self.unfinished: list[Sequence] = []
@@ -139,7 +140,7 @@ class Tenants:
             self._weights += (submit.weight - account.weight) * account.is_active
             account.weight = submit.weight
         sequence.account = account
-        account.waiting[submit.request_id] = sequence
+        account.waiting.push(sequence)
         account.num_queued_tokens += len(submit.prompt)
         self.num_waiting += 1
         self._activate(account, None)
@@ -198,7 +199,7 @@ class Tenants:
         parked = self._parked.get(version)
         if parked is None:
             parked = self._parked[version] = _Parked(self.least())
-        del account.waiting[sequence.submit.request_id]
+        account.waiting.remove(sequence)
         parked.sequences[sequence.submit.request_id] = sequence
         account.num_parked += 1
         sequence.is_parked = True
@@ -213,8 +214,7 @@ class Tenants:
             account = sequence.account
             account.num_parked -= 1
             sequence.is_parked = False
-            account.waiting[sequence.submit.request_id] = sequence
-            account.waiting.move_to_end(sequence.submit.request_id, last=False)
+            account.waiting.push(sequence, front=True)
             self._activate(account, parked.since)
         return next(iter(parked.sequences.values())).account
 
@@ -253,7 +253,7 @@ class Tenants:
             if line is None:
                 ahead: list[Sequence] = [*account.unfinished]
                 if seats:
-                    ahead += [*account.returning, *itertools.islice(account.waiting.values(), max_scan)]
+                    ahead += [*account.returning, *itertools.islice(account.waiting, max_scan)]
                 line = lines[account.name] = iter(ahead)
             sequence = next(line, None)
             if sequence is None:
@@ -321,8 +321,8 @@ class Tenants:
                 del self._parked[version]
             account.num_parked -= 1
             sequence.is_parked = False
-        elif request_id in account.waiting:
-            del account.waiting[request_id]
+        elif sequence in account.waiting:
+            account.waiting.remove(sequence)
         elif sequence.paused:
             account.num_parked -= 1
         else:

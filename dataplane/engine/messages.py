@@ -96,6 +96,7 @@ class Submit:
         version: Digest of the adapter version, or None for the base. Bound here for the request's whole life.
         deadline_s: Seconds from receipt until the request must have ended; None for no limit.
         weight: Share of the tenant relative to others.
+        priority: Place among the waiting requests of its tenant: higher goes first, equals as they came.
         cache_salt: Secret of the caller's tenant, hex, part of every cache key; without one nothing of the request is kept for
             reuse, and nothing reused.
     """
@@ -107,6 +108,7 @@ class Submit:
     version: str | None = None
     deadline_s: float | None = None
     weight: int = 1
+    priority: int = 0
     cache_salt: str = ""
 
 

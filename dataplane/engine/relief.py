@@ -54,7 +54,7 @@ class Relief:
             return []
         favoured: list[Sequence] = []
         for account in sorted(hungry, key=lambda account: account.service):
-            waiting = itertools.chain(account.returning, account.waiting.values())
+            waiting = itertools.chain(account.returning, account.waiting)
             for sequence in tuple(itertools.islice(waiting, max(0, self._seats_due(account)))):
                 if not self._make_room_for(sequence, preempt, has_pages, num_before=len(favoured)):
                     break

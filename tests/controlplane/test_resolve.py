@@ -92,6 +92,7 @@ async def test_the_caller_is_described_by_its_key_and_tenant(world: World, scene
     assert (caller.tenant, caller.roles, caller.weight, caller.fallback_allowed) == ("strict", ["caller", "publisher"], 5, False)
     assert not caller.HasField("expire_time")
     assert len(caller.cache_salt) == 32
+    assert caller.max_priority == 50
     assert acme.fallback_allowed
     assert acme.cache_salt != caller.cache_salt
 

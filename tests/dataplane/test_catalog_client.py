@@ -158,6 +158,7 @@ async def test_a_resolution_arrives_whole(client: CatalogClient, nodes: Nodes) -
     nodes.resolve.caller.tenant = "acme"
     nodes.resolve.caller.fallback_allowed = True
     nodes.resolve.caller.cache_salt = b"s" * 32
+    nodes.resolve.caller.max_priority = 50
     nodes.resolve.caller.expire_time.FromSeconds(77)
     nodes.resolve.resolution.MergeFrom(
         nodes_pb2.Resolution(owner="other", adapter="bot", alias="stable", generation=4, split_salt=b"p")
@@ -165,7 +166,8 @@ async def test_a_resolution_arrives_whole(client: CatalogClient, nodes: Nodes) -
     nodes.resolve.resolution.arms.add(digest=VERSION, number=3, weight=2, max_rank=8, size_bytes=9, state="READY")
     found = await client.resolve(Key(b"k" * 32, Target("bot", "other")))
     assert found.outcome == Resolution("other", "bot", "stable", 4, (Arm(VERSION, 3, 2, 8, 9, "READY"),), b"p")
-    assert (found.caller.tenant, found.caller.weight, found.caller.expire_unix_s) == ("acme", 1, 77)
+    who = found.caller
+    assert (who.tenant, who.weight, who.expire_unix_s, who.max_priority) == ("acme", 1, 77, 50)
     (request,) = nodes.requests
     assert (request.key_digest, request.base_digest, request.target.adapter) == (b"k" * 32, BASE, "bot")
     assert request.target.WhichOneof("target") is None

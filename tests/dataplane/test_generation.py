@@ -448,3 +448,13 @@ async def test_the_engine_gets_the_grammar_and_the_token_that_ends_it(stage: Sta
     with pytest.raises(InvalidArgumentError, match="ignore_eos"):
         await stage.run(with_choice(constraint=Constraint("regex", "[ab]+"), ignore_eos=True))
     assert len(stage.engine.submits) == 1
+
+
+@pytest.mark.parametrize(("asked", "cap", "given"), [(80, 50, 50), (20, 50, 20), (-9, 0, -9), (1, 0, 0)])
+async def test_a_priority_is_capped_by_the_key_and_the_answer_says_so(stage: Stage, asked: int, cap: int, given: int) -> None:
+    found = answer(resolution(1))
+    stage.says = Answer(replace(found.caller, max_priority=cap), found.outcome)
+    parts = await stage.run(replace(REQUEST, priority=asked))
+    assert stage.engine.submits[0].priority == given
+    assert parts[0].served is not None
+    assert parts[0].served.priority == given

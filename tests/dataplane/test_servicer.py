@@ -147,7 +147,12 @@ async def test_nothing_at_all_is_on_the_wire_before_the_first_token(stub: Any, s
 
 
 @pytest.mark.parametrize(
-    "error", [NotFoundError("no such adapter, alias or version"), ResourceExhaustedError("full"), UnavailableError("away")]
+    "error",
+    [
+        NotFoundError("no such adapter, alias or version"),
+        ResourceExhaustedError("full", retry_after_s=2.5),
+        UnavailableError("away"),
+    ],
 )
 async def test_a_refusal_is_the_whole_answer(stub: Any, script: Script, error: VeneerError) -> None:
     script.parts = [error]
@@ -155,7 +160,9 @@ async def test_a_refusal_is_the_whole_answer(stub: Any, script: Script, error: V
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read(call)
     assert (caught.value.code().name, caught.value.details()) == (error.status, error.message)
-    assert list(await call.initial_metadata()) == []
+    assert list(await call.initial_metadata()) == [], "trailers only, so that a client may try again"
+    pushback = dict(await call.trailing_metadata()).get("grpc-retry-pushback-ms")
+    assert pushback == (None if error.retry_after_s is None else f"{error.retry_after_s * 1000:.0f}")
 
 
 async def test_a_stream_that_breaks_ends_without_a_finish_and_not_ok(stub: Any, script: Script) -> None:
@@ -224,6 +231,7 @@ async def test_without_a_credential_nothing_runs(stub: Any, script: Script) -> N
         generation_pb2.GenerateRequest(text="x", sampling=generation_pb2.SamplingParams(max_tokens=0)),
         generation_pb2.GenerateRequest(text="x", sampling=generation_pb2.SamplingParams(top_p=0)),
         generation_pb2.GenerateRequest(text="x", sampling=generation_pb2.SamplingParams(stop=[""])),
+        generation_pb2.GenerateRequest(text="x", priority=101),
         generation_pb2.GenerateRequest(text="x", adapter=generation_pb2.AdapterRef(adapter="../x")),
         generation_pb2.GenerateRequest(text="x", adapter=generation_pb2.AdapterRef(version=VERSION)),
         generation_pb2.GenerateRequest(text="x", adapter=generation_pb2.AdapterRef(alias="stable")),
@@ -259,6 +267,7 @@ async def test_every_field_of_the_request_arrives(stub: Any, script: Script) -> 
         request_id="mine",
         split_unit="eve",
         cache_salt=b"pepper",
+        priority=-7,
     )
     await read(stub.Generate(request, metadata=KEY))
     assert script.requests == [
@@ -282,6 +291,7 @@ async def test_every_field_of_the_request_arrives(stub: Any, script: Script) -> 
             request_id="mine",
             split_unit="eve",
             sub_salt=b"pepper",
+            priority=-7,
         )
     ]
 

@@ -156,6 +156,7 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         (part(file=99), "file", "enum.defined_only"),
         (part(file=0), "file", "enum.not_in"),
         (request(fallback=99), "fallback", "enum.defined_only"),
+        (request(priority=101), "priority", "int32.gte_lte"),
         (tenants_pb2.CreateKeyRequest(roles=[0]), "roles", "enum.not_in"),
         # lists
         (base(modules=[]), "modules", "repeated.min_items"),

@@ -173,9 +173,12 @@ async def collect(stream: AsyncIterator[Event], *, into: list[Event] | None = No
 
 async def test_a_stream_is_served_then_chunks_then_finish(client: Client, generation: Generation) -> None:
     generation.scripts = [[SERVED, LAST]]
-    events = await collect(client.generate("hi", adapter="tone", alias="beta", sampling=pb.SamplingParams(max_tokens=2)))
+    events = await collect(
+        client.generate("hi", adapter="tone", alias="beta", sampling=pb.SamplingParams(max_tokens=2), priority=3)
+    )
     assert events == [SERVED.served, SERVED.chunk, LAST.chunk, LAST.finish]
     [request] = generation.requests
+    assert request.priority == 3
     assert (request.text, request.adapter.adapter, request.adapter.alias, request.sampling.max_tokens) == (
         "hi",
         "tone",

@@ -37,6 +37,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End when this appears; repeat for several.")] = None,
     fallback: Annotated[Literal["none", "not-ready", "any"], typer.Option(help="When the base may answer instead.")] = "none",
     unit: Annotated[str, typer.Option(help="Unit of a traffic split, e.g. an end user.")] = "",
+    priority: Annotated[int, typer.Option(help="Place among your own waiting requests.", min=-100, max=100)] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print each event as a line of JSON.")] = False,
 ) -> None:
     """Stream a completion as it comes; what served it goes to standard error."""
@@ -56,6 +57,7 @@ def generate(
                 sampling=sampling,
                 fallback=_FALLBACK[fallback],
                 split_unit=unit,
+                priority=priority,
             )
             async for event in events:
                 _print_json(event) if json else _print(event)

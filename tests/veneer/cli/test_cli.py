@@ -70,7 +70,7 @@ def served(outcome: Outcome) -> dict[str, object]:
 
 
 def test_text_goes_to_standard_output_and_what_served_it_beside(veneer: Run) -> None:
-    outcome = veneer("generate", "hello", "--max-tokens", 4, "--temperature", 0, "--raw")
+    outcome = veneer("generate", "hello", "--max-tokens", 4, "--temperature", 0, "--raw", "--priority", 9)
     assert "[base]" in outcome.err
     assert "4 out" in outcome.err
     assert "[base]" not in ok(outcome)
