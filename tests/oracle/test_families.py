@@ -14,7 +14,7 @@ import torch
 
 from dataplane.model.architecture import Architecture
 from dataplane.model.config import read_config
-from tests.fixtures.families import FUSED, VOCAB, Tiny, make_setting, rope, save_model
+from tests.fixtures.families import LONGEST, MODELS, VOCAB, WINDOW, Tiny, make_setting, save_model
 from tests.fixtures.oracle import PAGE_SIZE, MixedBatches, Oracle, Row, Setting, compare, mixed_rows, random_rows
 from veneer.artifact import describe_base
 
@@ -26,90 +26,6 @@ pytestmark = [
 
 LEAST_DECIDED = 0.98
 TOLERANCE = 1e-4
-LONGEST = 39  # tokens of a sequence at most
-WINDOW = 11
-SLIDES = "sliding_attention"
-ORIGINAL: dict[str, Any] = {"original_max_position_embeddings": 16}
-LLAMA3: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL}
-YARN: dict[str, Any] = {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}
-
-MODELS = {
-    "llama 2": Tiny("llama", "LlamaConfig"),
-    "llama 3": Tiny("llama", "LlamaConfig", rope("llama3", **LLAMA3)),
-    "llama linear": Tiny("llama", "LlamaConfig", rope("linear", factor=4.0)),
-    "llama yarn": Tiny("llama", "LlamaConfig", rope("yarn", factor=4.0, **ORIGINAL)),
-    "llama yarn, all fields": Tiny("llama", "LlamaConfig", rope("yarn", factor=4.0, **ORIGINAL, **YARN)),
-    "llama dynamic": Tiny("llama", "LlamaConfig", rope("dynamic", factor=4.0) | {"max_position_embeddings": LONGEST}),
-    "llama, tied, sharded, fp16": Tiny(
-        "llama", "LlamaConfig", {"tie_word_embeddings": True}, dtype=torch.float16, shard_bytes=40_000
-    ),
-    "mistral": Tiny("mistral", "MistralConfig", {"sliding_window": WINDOW, "head_dim": 32}),
-    "mistral, no window": Tiny("mistral", "MistralConfig", {"sliding_window": None}),
-    "qwen2": Tiny("qwen2", "Qwen2Config", {"tie_word_embeddings": True}),
-    "qwen2, windows, yarn, sharded, bf16": Tiny(
-        "qwen2",
-        "Qwen2Config",
-        rope("yarn", factor=4.0, **ORIGINAL)
-        | {"max_position_embeddings": 16, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
-        dtype=torch.bfloat16,
-        shard_bytes=40_000,
-    ),
-    "qwen3": Tiny("qwen3", "Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
-    "qwen3, windows": Tiny(
-        "qwen3",
-        "Qwen3Config",
-        {"head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": ["full_attention", SLIDES] * 2},
-    ),
-    "smollm3": Tiny("smollm3", "SmolLM3Config"),
-    "smollm3, windows": Tiny(
-        "smollm3",
-        "SmolLM3Config",
-        {"no_rope_layers": [1, 0, 0, 1], "use_sliding_window": True, "sliding_window": WINDOW, "tie_word_embeddings": False},
-    ),
-    "phi3": Tiny("phi3", "Phi3Config", {"sliding_window": WINDOW}, modules=FUSED),
-    "phi3, longrope, part of the head": Tiny(
-        "phi3",
-        "Phi3Config",
-        {
-            "original_max_position_embeddings": LONGEST,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-                "short_factor": [1.0, 1.1, 1.3, 2.0],
-                "long_factor": [1.0, 2.0, 4.0, 8.0],
-            },
-        },
-        modules=FUSED,
-        dtype=torch.bfloat16,
-    ),
-    "gemma2": Tiny(
-        "gemma2",
-        "Gemma2Config",
-        {
-            "head_dim": 32,
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-        },
-    ),
-    "gemma3": Tiny(
-        "gemma3",
-        "Gemma3TextConfig",
-        {
-            "head_dim": 32,
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 24,
-            "layer_types": [SLIDES, SLIDES, "full_attention", SLIDES],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                SLIDES: {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
-        dtype=torch.bfloat16,
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
