@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from dataplane.choices import seed_of
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Delta, Sampling, State, Submit
-from dataplane.engine.scheduler import Scheduler
+from dataplane.engine.seating import Seating
+from dataplane.engine.sequence import Sequence
 from dataplane.lora.image import write_image
 from dataplane.model.config import read_config
 from tests.fixtures.covering import pairwise
@@ -91,7 +93,7 @@ class Case:
     submits: list[Submit]
     known: dict[Row, np.ndarray[Any, np.dtype[np.float64]]] = field(default_factory=dict)
 
-    def logits(self, rows: Sequence[Row]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
+    def logits(self, rows: Seq[Row]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
         """Returns the oracle's logits, [len(ids), vocab] for each row; nothing is computed twice."""
         new = [row for row in dict.fromkeys(rows) if row not in self.known]
         if new:
@@ -232,18 +234,18 @@ async def test_every_answer_is_what_transformers_makes_of_it(
     model: str, load: Load, case_of: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = case_of(model)
-    preemptions: list[None] = []
-    requeue = Scheduler._requeue
+    preempted: list[Sequence] = []
+    requeue = Seating.requeue
 
-    def count(self: Scheduler, *arguments: Any) -> None:
-        preemptions.append(None)
-        requeue(self, *arguments)
+    def note(self: Seating, sequence: Sequence) -> None:
+        preempted.append(sequence)
+        requeue(self, sequence)
 
-    monkeypatch.setattr(Scheduler, "_requeue", count)
+    monkeypatch.setattr(Seating, "requeue", note)
     answers, state = await _answers(case, load)
     decided = list(_check(case, answers))
     assert np.mean(decided) >= LEAST_DECIDED
-    assert bool(preemptions) == load.preempted
+    assert bool(preempted) == load.preempted
     assert state.prefix_hits > 0
     assert state.evictions > 0, "five adapters shared four slots"
     assert (state.running, state.waiting, state.kv_pages_used, state.leases) == (0, 0, 0, 0)
