@@ -69,6 +69,7 @@ class Servable:
     max_rank: int
     size_bytes: int
     state: str
+    invocation_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class Resolved:
 
 _BY_ALIAS = text("""
     SELECT a.generation, b.weight, v.digest, v.number, v.max_rank, v.config_bytes + v.weights_bytes AS size_bytes, v.state,
-           v.base_digest
+           v.base_digest, v.report -> 'invocation_tokens' AS invocation_tokens
     FROM aliases a
     JOIN arms b ON b.tenant = a.tenant AND b.adapter = a.adapter AND b.alias = a.name AND b.generation = a.generation
     JOIN versions v ON v.tenant = b.tenant AND v.digest = b.version
@@ -101,7 +102,8 @@ _BY_ALIAS = text("""
     ORDER BY b.position
 """)
 _BY_VERSION = text("""
-    SELECT 0 AS generation, 1 AS weight, digest, number, max_rank, config_bytes + weights_bytes AS size_bytes, state, base_digest
+    SELECT 0 AS generation, 1 AS weight, digest, number, max_rank, config_bytes + weights_bytes AS size_bytes, state, base_digest,
+           report -> 'invocation_tokens' AS invocation_tokens
     FROM versions WHERE tenant = :owner AND adapter = :adapter AND digest = :wanted
 """)
 
@@ -154,6 +156,7 @@ class Resolver:
                 max_rank=row.max_rank,
                 size_bytes=row.size_bytes,
                 state=row.state,
+                invocation_tokens=tuple(row.invocation_tokens or ()),  # the reports of older versions do not have the field
             )
             for row in rows
         )

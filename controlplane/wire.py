@@ -183,6 +183,7 @@ def resolution_message(resolution: Resolution) -> nodes_pb2.Resolution:
                 max_rank=arm.max_rank,
                 size_bytes=arm.size_bytes,
                 state=arm.state,
+                invocation_tokens=arm.invocation_tokens,
             )
             for arm in resolution.arms
         ],

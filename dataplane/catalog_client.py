@@ -288,7 +288,18 @@ def _answer(response: nodes_pb2.ResolveResponse) -> Answer:
     if response.WhichOneof("outcome") != "resolution":
         return Answer(who, _REFUSALS.get(response.refusal, Refusal.NOT_FOUND))
     found = response.resolution
-    arms = tuple(Arm(arm.digest, arm.number, max(arm.weight, 1), arm.max_rank, arm.size_bytes, arm.state) for arm in found.arms)
+    arms = tuple(
+        Arm(
+            arm.digest,
+            arm.number,
+            max(arm.weight, 1),
+            arm.max_rank,
+            arm.size_bytes,
+            arm.state,
+            tuple(arm.invocation_tokens),
+        )
+        for arm in found.arms
+    )
     return Answer(who, Resolution(found.owner, found.adapter, found.alias, found.generation, arms, found.split_salt))
 
 

@@ -6,9 +6,11 @@
 | no such adapter for this caller    | NOT_FOUND           | NOT_FOUND           | base, NOT_FOUND     |
 | the key lacks the role             | PERMISSION_DENIED   | PERMISSION_DENIED   | PERMISSION_DENIED   |
 | retired, quarantined, other base   | FAILED_PRECONDITION | FAILED_PRECONDITION | FAILED_PRECONDITION |
+| the prompt does not invoke it      | base, NOT_INVOKED   | base, NOT_INVOKED   | base, NOT_INVOKED   |
 
-A tenant whose policy forbids fallback is treated as NONE throughout. Foreign and unknown adapters are one row: the control plane
-answers them alike, and nothing here tells them apart.
+A tenant whose policy forbids fallback is treated as NONE. Foreign and unknown adapters are one row: the control plane answers them
+alike, and nothing here tells them apart. The last row is no policy's matter: an adapter that tokens of the prompt activate gives the
+base's own answer where they do not occur. It stands for a version that could be served; what the other rows refuse stays refused.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class FallbackReason(Enum):
 
     NOT_FOUND = "not_found"
     NOT_READY = "not_ready"
+    NOT_INVOKED = "not_invoked"
 
 
 def on_refusal(refusal: Refusal, mode: FallbackMode, caller: Caller) -> FallbackReason:

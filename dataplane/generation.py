@@ -25,9 +25,10 @@ from dataplane.engine.messages import Delta, Logprobs, Submit
 from dataplane.fallback import FallbackMode, FallbackReason, on_not_ready, on_refusal
 from dataplane.frontend.detokenizer import StopStrings
 from dataplane.frontend.prompts import Budget, Prompt, Prompts
+from dataplane.invocation import find_start
 from dataplane.metrics import Metrics
 from dataplane.prefetcher import Claim
-from dataplane.resolution import Answer, Caller, Refusal, Target
+from dataplane.resolution import Answer, Caller, Refusal, Resolution, Target
 from dataplane.resolve_cache import Key, ResolveCache
 from dataplane.token_stream import Piece, TokenStream
 from veneer.access import Identity, set_identity
@@ -208,7 +209,10 @@ class Generator:
             grammar = "" if constraint is None else await self._prompts.grammars.check(constraint)
             if request.deadline_s is not None:
                 request = replace(request, deadline_s=max(request.deadline_s - (time.monotonic() - started_s), 0.0))
-            submits = self._submits(request, answer.caller, budget, served, grammar=grammar)
+            active_from = _start(answer, served, budget.ids)
+            if active_from is None:
+                served = Served(served.request_id, self._base_digest, fallback=FallbackReason.NOT_INVOKED)
+            submits = self._submits(request, answer.caller, budget, served, active_from=active_from or 0, grammar=grammar)
             timers = [self._metrics.timer(answer.caller.tenant, started_s) for _ in submits]
             async with aclosing(self._answer(request, answer.caller, served, submits)) as parts:
                 async for part in parts:
@@ -234,7 +238,8 @@ class Generator:
                     await streams.close()
                     served = Served(served.request_id, self._base_digest, fallback=reason)
                     streams = self._open(
-                        request, [replace(submit, request_id=uuid.uuid4().hex, version=None) for submit in submits]
+                        request,
+                        [replace(submit, request_id=uuid.uuid4().hex, version=None, active_from=0) for submit in submits],
                     )
                     choice, piece = await streams.next()
                 claim.release()  # with a first token the engine holds a copy and a lease of its own
@@ -330,7 +335,7 @@ class Generator:
         )
 
     def _submits(
-        self, request: GenerationRequest, caller: Caller, budget: Budget, served: Served, *, grammar: str
+        self, request: GenerationRequest, caller: Caller, budget: Budget, served: Served, *, active_from: int, grammar: str
     ) -> list[Submit]:
         choice = request.choice
         seed = secrets.randbits(63) if choice.seed is None else choice.seed
@@ -342,6 +347,7 @@ class Generator:
                 prompt=budget.ids,
                 sampling=sampling_of(choice, budget, self._prompts, seed=seed, index=index, grammar=grammar),
                 version=served.version,
+                active_from=active_from,
                 deadline_s=request.deadline_s,
                 weight=caller.weight,
                 priority=request.priority,
@@ -372,6 +378,13 @@ class Generator:
                 del self._streams[caller.tenant]
             if not self._streams:
                 self._idle.set()
+
+
+def _start(answer: Answer, served: Served, prompt: Sequence[int]) -> int | None:
+    """Returns where in the prompt the version that was bound starts; None when the prompt does not invoke it."""
+    if served.version is None or not isinstance(answer.outcome, Resolution):
+        return 0
+    return find_start(prompt, answer.outcome.arms[served.arm].invocation_tokens)
 
 
 class _NotReadyError(Exception):

@@ -48,7 +48,12 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A version that may answer, with its share."""
+    """A version that may answer, with its share.
+
+    Attributes:
+        invocation_tokens: Token ids that activate it, from where they last stand in a prompt on; empty: it is active from the
+            first token.
+    """
 
     version: str
     number: int
@@ -56,6 +61,7 @@ class Arm:
     max_rank: int
     size_bytes: int
     state: str
+    invocation_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

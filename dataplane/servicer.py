@@ -29,6 +29,7 @@ _REASONS = {
     None: generation_pb2.FALLBACK_REASON_UNSPECIFIED,
     FallbackReason.NOT_FOUND: generation_pb2.FALLBACK_REASON_NOT_FOUND,
     FallbackReason.NOT_READY: generation_pb2.FALLBACK_REASON_NOT_READY,
+    FallbackReason.NOT_INVOKED: generation_pb2.FALLBACK_REASON_NOT_INVOKED,
 }
 _FINISHES = {"stop": generation_pb2.FINISH_REASON_STOP, "length": generation_pb2.FINISH_REASON_LENGTH}
 

@@ -26,6 +26,7 @@ _CLOSING_WIDTH, _LIVE_WIDTH = 74, 37
 _REASONS = {
     generation_pb2.FALLBACK_REASON_NOT_FOUND: "not found",
     generation_pb2.FALLBACK_REASON_NOT_READY: "not ready",
+    generation_pb2.FALLBACK_REASON_NOT_INVOKED: "not invoked",
 }
 
 

@@ -36,6 +36,8 @@ def check_submit(submit: Submit, *, vocab_size: int, max_context: int) -> None:
     if submit.prompt:
         least, largest = min(submit.prompt), max(submit.prompt)
         require(least >= 0 and largest < vocab_size, "prompt", f"ids in [0, {vocab_size})", (least, largest))
+    last = num_prompt - 1 if submit.version is not None else 0
+    require(0 <= submit.active_from <= last, "active_from", f"0 to {last}", submit.active_from)
     sampling = submit.sampling
     require(sampling.max_tokens >= 1, "sampling.max_tokens", "at least 1", sampling.max_tokens)
     require(
@@ -134,7 +136,13 @@ class Intake:
             return Arrival(submit, fault=error)
         if not submit.cache_salt or submit.sampling.prompt_logprobs is not None:  # what is scored is computed
             return Arrival(submit)
-        chain = PageKeys(salt=submit.cache_salt, base_digest=self._base_digest, version=submit.version, page_size=self._page_size)
+        chain = PageKeys(
+            salt=submit.cache_salt,
+            base_digest=self._base_digest,
+            version=submit.version,
+            page_size=self._page_size,
+            active_from=submit.active_from,
+        )
         keys: list[bytes] = []
         chain.extend(keys, submit.prompt)
         return Arrival(submit, chain=chain, keys=tuple(keys))

@@ -94,6 +94,7 @@ class Submit:
         prompt: Token ids, at least one; len(prompt) + 1 <= the context limit.
         sampling: How tokens are chosen.
         version: Digest of the adapter version, or None for the base. Bound here for the request's whole life.
+        active_from: Position in the prompt from which on the version computes; what lies before is the base's.
         deadline_s: Seconds from receipt until the request must have ended; None for no limit.
         weight: Share of the tenant relative to others.
         priority: Place among the waiting requests of its tenant: higher goes first, equals as they came.
@@ -106,6 +107,7 @@ class Submit:
     prompt: tuple[int, ...]
     sampling: Sampling
     version: str | None = None
+    active_from: int = 0
     deadline_s: float | None = None
     weight: int = 1
     priority: int = 0

@@ -10,7 +10,19 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.fixtures.controlplane import BASE_DIGEST, CALLER, OWNER, PUBLISHER, Client, World, refused, tiny_base
+from tests.fixtures.controlplane import (
+    BASE_DIGEST,
+    CALLER,
+    OWNER,
+    PUBLISHER,
+    Client,
+    World,
+    adapter_files,
+    refused,
+    tiny_base,
+    upload,
+)
+from tests.fixtures.services import TestDatabase
 from veneer.controlplane.v1 import catalog_pb2, nodes_pb2, tenants_pb2
 
 OTHER_BASE = "a" * 64
@@ -58,6 +70,24 @@ async def test_an_alias_gives_its_arms_with_generation_and_no_salt_for_a_single_
         ]
         assert resolution.arms[0].size_bytes > 0
         assert resolution.split_salt == b""
+
+
+async def test_a_version_tells_which_tokens_activate_it(scene: Scene) -> None:
+    files = adapter_files(3, alora_invocation_tokens=[5, 6])
+    header = {"adapter": "style", "base": BASE_DIGEST, "request_id": "activated", "alias": "activated"}
+    version = (await scene.acme.catalog.Publish(upload(files, **header))).version
+    assert list(version.report.invocation_tokens) == [5, 6]
+    for target in ({"alias": "activated"}, {"version": version.digest}):
+        assert list((await scene.resolve(scene.acme, **target)).resolution.arms[0].invocation_tokens) == [5, 6]
+    assert list((await scene.resolve(scene.acme)).resolution.arms[0].invocation_tokens) == []
+
+
+async def test_a_report_of_an_earlier_release_is_of_an_adapter_that_is_always_active(
+    scene: Scene, database: TestDatabase
+) -> None:
+    with database.connect() as connection:
+        connection.execute("UPDATE versions SET report = report - 'invocation_tokens'")
+    assert list((await scene.resolve(scene.acme)).resolution.arms[0].invocation_tokens) == []
 
 
 async def test_a_version_is_resolved_without_alias_or_generation(scene: Scene) -> None:

@@ -31,10 +31,12 @@ def caller(*, tenant: str = "acme", fallback_allowed: bool = True, expire_unix_s
     return Caller(tenant, "key-1", fallback_allowed, 1, b"s" * 32, expire_unix_s)
 
 
-def resolution(*weights: int, state: str = "READY", generation: int = 1, alias: str = "stable") -> Resolution:
+def resolution(
+    *weights: int, state: str = "READY", generation: int = 1, alias: str = "stable", invocation: tuple[int, ...] = ()
+) -> Resolution:
     """A resolution with an arm for each weight; none is the base."""
     versions = (VERSION, OTHER, "d" * 64, "e" * 64)
-    arms = tuple(Arm(versions[place], place + 1, weight, 8, 1000, state) for place, weight in enumerate(weights))
+    arms = tuple(Arm(versions[place], place + 1, weight, 8, 1000, state, invocation) for place, weight in enumerate(weights))
     if not arms:
         return Resolution("", "", "", 0, (), b"")
     return Resolution("acme", "bot", alias, generation, arms, b"salt" if len(arms) > 1 else b"")

@@ -163,9 +163,11 @@ async def test_a_resolution_arrives_whole(client: CatalogClient, nodes: Nodes) -
     nodes.resolve.resolution.MergeFrom(
         nodes_pb2.Resolution(owner="other", adapter="bot", alias="stable", generation=4, split_salt=b"p")
     )
-    nodes.resolve.resolution.arms.add(digest=VERSION, number=3, weight=2, max_rank=8, size_bytes=9, state="READY")
+    nodes.resolve.resolution.arms.add(
+        digest=VERSION, number=3, weight=2, max_rank=8, size_bytes=9, state="READY", invocation_tokens=[5, 6]
+    )
     found = await client.resolve(Key(b"k" * 32, Target("bot", "other")))
-    assert found.outcome == Resolution("other", "bot", "stable", 4, (Arm(VERSION, 3, 2, 8, 9, "READY"),), b"p")
+    assert found.outcome == Resolution("other", "bot", "stable", 4, (Arm(VERSION, 3, 2, 8, 9, "READY", (5, 6)),), b"p")
     who = found.caller
     assert (who.tenant, who.weight, who.expire_unix_s, who.max_priority) == ("acme", 1, 77, 50)
     (request,) = nodes.requests

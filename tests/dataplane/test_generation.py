@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from dataplane.choices import Choice, seed_of
 from dataplane.engine.messages import Logprobs
@@ -18,10 +19,11 @@ from dataplane.fallback import FallbackMode, FallbackReason
 from dataplane.frontend.grammars import Constraint
 from dataplane.frontend.prompts import Prompts, TextPrompt, TokenPrompt
 from dataplane.generation import GenerationRequest, Generator, Part, Served, StreamLimits
+from dataplane.metrics import Metrics
 from dataplane.prefetcher import Claim
 from dataplane.resolution import Answer, Refusal, Target
 from dataplane.resolve_cache import Key, ResolveCache
-from tests.dataplane.doubles import BASE, OTHER, VERSION, ScriptedEngine, answer, delta, make_metrics, resolution, until
+from tests.dataplane.doubles import BASE, OTHER, VERSION, ScriptedEngine, answer, delta, resolution, until
 from tests.dataplane.frontend.conftest import CHAT, train_byte_level
 from veneer.errors import (
     FailedPreconditionError,
@@ -74,7 +76,12 @@ class Stage:
         self.loader = Loader()
         self.prompts = Prompts(model_dir, max_context=64, vocab_size=500)
         self.limits = StreamLimits(max_streams=3, max_streams_per_tenant=2, fallback_after_s=30)
+        self.registry = CollectorRegistry()
+        self.metrics = Metrics(self.registry, base_name="tiny")
         self.generator = self.build()
+
+    def counter(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, labels)
 
     def build(self) -> Generator:
         return Generator(
@@ -82,7 +89,7 @@ class Stage:
             prompts=self.prompts,
             loader=self.loader,
             engine=self.engine,
-            metrics=make_metrics(),
+            metrics=self.metrics,
             base_digest=BASE,
             limits=self.limits,
         )
@@ -193,6 +200,52 @@ async def test_an_unknown_adapter_is_answered_by_the_base_under_any(stage: Stage
     assert stage.engine.submits[0].version is None
     with pytest.raises(NotFoundError, match=r"^no such adapter, alias or version$"):
         await stage.run(replace(REQUEST, fallback=FallbackMode.NOT_READY))
+
+
+async def test_the_version_starts_where_the_prompt_last_invokes_it(stage: Stage) -> None:
+    stage.says = answer(resolution(1, invocation=(8, 9)))
+    served = await stage.served(replace(REQUEST, prompt=TokenPrompt((8, 9, 1, 8, 9, 1)), choice=Choice(n=2)))
+    assert (served.version, served.fallback) == (VERSION, None)
+    assert [(submit.version, submit.active_from) for submit in stage.engine.submits] == [(VERSION, 3)] * 2
+
+
+async def test_the_invocation_is_sought_among_the_tokens_of_a_text(stage: Stage) -> None:
+    text = TextPrompt("the quick brown fox")
+    ids = (await stage.prompts.prepare(text, max_tokens=1)).ids
+    stage.says = answer(resolution(1, invocation=ids[2:4]))
+    await stage.run(replace(REQUEST, prompt=text))
+    assert stage.engine.submits[0].active_from == 2
+
+
+@pytest.mark.parametrize("mode", list(FallbackMode))
+@pytest.mark.parametrize("allowed", [True, False])
+async def test_a_prompt_that_does_not_invoke_its_adapter_is_answered_by_the_base(
+    stage: Stage, mode: FallbackMode, allowed: bool
+) -> None:
+    stage.says = answer(resolution(1, invocation=(9,)), fallback_allowed=allowed)
+    served = await stage.served(replace(REQUEST, fallback=mode))
+    assert served == Served("mine", BASE, fallback=FallbackReason.NOT_INVOKED)
+    assert [(submit.version, submit.active_from) for submit in stage.engine.submits] == [(None, 0)]
+    assert stage.loader.claims == [], "nothing is loaded for it"
+    assert stage.counter("veneer_fallbacks_total", reason="not_invoked") == 1
+    assert stage.holds_nothing()
+
+
+async def test_a_version_that_may_not_be_served_is_refused_though_the_prompt_does_not_invoke_it(stage: Stage) -> None:
+    stage.says = answer(resolution(1, state="QUARANTINED", invocation=(9,)))
+    with pytest.raises(FailedPreconditionError):
+        await stage.run()
+
+
+async def test_the_base_takes_over_from_the_first_token_on(stage: Stage) -> None:
+    stage.says = answer(resolution(1, invocation=(6,)))
+    stage.loader.ready = False
+    stage.engine.gates[VERSION] = asyncio.Event()
+    running = asyncio.create_task(stage.served(replace(REQUEST, fallback=FallbackMode.NOT_READY)))
+    await until(lambda: stage.loader.claims)
+    stage.loader.claims[0].loaded.set_exception(UnavailableError("the store cannot be read"))
+    assert (await running).fallback is FallbackReason.NOT_READY
+    assert [(submit.version, submit.active_from) for submit in stage.engine.submits] == [(VERSION, 1), (None, 0)]
 
 
 @pytest.mark.parametrize("mode", list(FallbackMode))

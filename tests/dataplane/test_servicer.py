@@ -126,12 +126,12 @@ async def test_the_stream_is_served_message_chunks_and_finish(stub: Any) -> None
     )
 
 
-async def test_a_fallback_says_so_and_names_no_adapter(stub: Any, script: Script) -> None:
-    script.parts[0] = Part(Served("mine", BASE, fallback=FallbackReason.NOT_FOUND), Piece(0, (70,), "he", None))
+@pytest.mark.parametrize("reason", list(FallbackReason))
+async def test_a_fallback_says_so_and_names_no_adapter(stub: Any, script: Script, reason: FallbackReason) -> None:
+    script.parts[0] = Part(Served("mine", BASE, fallback=reason), Piece(0, (70,), "he", None))
     first, _ = await read(stub.Generate(TEXT, metadata=KEY))
-    assert first.served == generation_pb2.Served(
-        request_id="mine", base_digest=BASE, fallback=True, fallback_reason=generation_pb2.FALLBACK_REASON_NOT_FOUND
-    )
+    said = generation_pb2.FallbackReason.Value(f"FALLBACK_REASON_{reason.name}")
+    assert first.served == generation_pb2.Served(request_id="mine", base_digest=BASE, fallback=True, fallback_reason=said)
 
 
 async def test_nothing_at_all_is_on_the_wire_before_the_first_token(stub: Any, script: Script) -> None:

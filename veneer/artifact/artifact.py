@@ -40,6 +40,8 @@ class Report:
         max_scaling: Largest scaling factor.
         max_abs: Largest magnitude of any element.
         warnings: Things worth a look that do not stop the version.
+        invocation_tokens: Token ids that activate the adapter, from where they last stand in a prompt on; empty: it is active from
+            the first token.
     """
 
     num_pairs: int
@@ -53,11 +55,13 @@ class Report:
     max_scaling: float
     max_abs: float
     warnings: tuple[str, ...]
+    invocation_tokens: tuple[int, ...] = ()
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Report:
         """Reads what `dataclasses.asdict` gave after a way through JSON."""
-        return cls(**{**fields, "modules": tuple(fields["modules"]), "warnings": tuple(fields["warnings"])})
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return cls(**{**fields, **lists})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +125,28 @@ def check(config: bytes, weights: BinaryIO | Path, base: BaseDescription, limits
         if settings is None:
             faults.raise_if_any()
             raise AssertionError("a configuration that cannot be read is a fault")
+        _check_invocation(settings.invocation_tokens, base, faults=faults)
         pairs = pair_up(tensors, settings, base, limits=limits, faults=faults)
         statistics = _measure(source, tensors, limits=limits, faults=faults)
         faults.raise_if_any()
         size_bytes = source.size_bytes
     _warn(settings, base, pairs, statistics)
-    report = _report(pairs, base, statistics, warnings=_shorten(settings.warnings, limits.max_faults))
+    report = _report(
+        pairs,
+        base,
+        statistics,
+        invocation_tokens=settings.invocation_tokens,
+        warnings=_shorten(settings.warnings, limits.max_faults),
+    )
     return Artifact(pairs=pairs, dtype=report.dtype, report=report, base_name=settings.base_name, weights_bytes=size_bytes)
+
+
+def _check_invocation(tokens: Sequence[int], base: BaseDescription, *, faults: Faults) -> None:
+    for place, token in enumerate(tokens):
+        if token >= base.vocab_size:
+            faults.add(
+                f"{WHERE}: alora_invocation_tokens[{place}]", f"{token} is not below the vocabulary's size, {base.vocab_size}"
+            )
 
 
 def _read_tensors(source: Source, *, limits: Limits, faults: Faults) -> list[TensorRef]:
@@ -183,7 +202,12 @@ def _shorten(warnings: Sequence[str], max_warnings: int) -> list[str]:
 
 
 def _report(
-    pairs: Sequence[Pair], base: BaseDescription, statistics: Mapping[str, Statistics], *, warnings: Sequence[str]
+    pairs: Sequence[Pair],
+    base: BaseDescription,
+    statistics: Mapping[str, Statistics],
+    *,
+    invocation_tokens: tuple[int, ...],
+    warnings: Sequence[str],
 ) -> Report:
     dtypes = Counter(ref.dtype for pair in pairs for ref in (pair.a, pair.b))
     return Report(
@@ -198,4 +222,5 @@ def _report(
         max_scaling=max(pair.scaling for pair in pairs),
         max_abs=max(found.max_abs for found in statistics.values()),
         warnings=tuple(warnings),
+        invocation_tokens=invocation_tokens,
     )

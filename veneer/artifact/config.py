@@ -57,6 +57,7 @@ SUPPORTED: Mapping[str, Field] = {
     "alpha_pattern": _READ,
     "target_modules": _READ,
     "init_lora_weights": _READ,
+    "alora_invocation_tokens": _READ,
     "base_model_name_or_path": _READ,
     "bias": _off("set bias to none", "none"),
     "task_type": Field(Use.MUST_BE_OFF, (None, "CAUSAL_LM"), "only adapters of causal language models are served"),
@@ -66,7 +67,6 @@ SUPPORTED: Mapping[str, Field] = {
     "trainable_token_indices": _off("trained token rows: train without added tokens"),
     "fan_in_fan_out": _off("weights are stored (out, in) in this family"),
     "layer_replication": _off("replicated layers change the base"),
-    "alora_invocation_tokens": _off(f"activated LoRA: {_RETRAIN}"),
     "target_parameters": _off("only linear modules may be targeted"),
     "use_qalora": _off(f"QALoRA: {_RETRAIN}"),
     "use_bdlora": _off(f"BD-LoRA: {_RETRAIN}"),
@@ -127,6 +127,8 @@ class Config:
         rank_patterns: In the file's order; the first that matches counts.
         alpha_patterns: Likewise.
         target_modules: Module names, an expression, or None when the file leaves it open.
+        invocation_tokens: Token ids that activate the adapter from where they last stand in a prompt; empty when it is active from
+            the first token.
         base_name: Name of the base that the adapter was trained on, empty when not given.
         warnings: What is worth a look.
     """
@@ -137,6 +139,7 @@ class Config:
     rank_patterns: tuple[PatternValue, ...] = ()
     alpha_patterns: tuple[PatternValue, ...] = ()
     target_modules: tuple[str, ...] | str | None = None
+    invocation_tokens: tuple[int, ...] = ()
     base_name: str = ""
     warnings: list[str] = field(default_factory=list)
 
@@ -176,6 +179,7 @@ def read_config(data: bytes, *, limits: Limits, faults: Faults) -> Config | None
         rank_patterns=_read_patterns(fields, "rank_pattern", limits=limits, faults=faults),
         alpha_patterns=_read_patterns(fields, "alpha_pattern", limits=limits, faults=faults),
         target_modules=_read_targets(fields.get("target_modules"), limits=limits, faults=faults),
+        invocation_tokens=_read_invocation(fields.get("alora_invocation_tokens"), limits=limits, faults=faults),
         base_name=base_name or "",
         warnings=warnings,
     )
@@ -251,4 +255,15 @@ def _read_targets(value: Any, *, limits: Limits, faults: Faults) -> tuple[str, .
     if len(value) > limits.max_tensors:
         faults.add(where, f"has {len(value)} names; at most {limits.max_tensors} are allowed")
         return None
+    return tuple(value)
+
+
+def _read_invocation(value: Any, *, limits: Limits, faults: Faults) -> tuple[int, ...]:
+    """Reads the tokens that activate the adapter; PEFT takes an empty list for none, and so does this."""
+    if value is None or value == []:
+        return ()
+    most = limits.max_invocation_tokens
+    if not isinstance(value, list) or len(value) > most or not all(type(token) is int and token >= 0 for token in value):
+        faults.add(f"{WHERE}: alora_invocation_tokens", f"must be a list of at most {most} token ids, not {quote(value)}")
+        return ()
     return tuple(value)

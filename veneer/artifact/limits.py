@@ -31,6 +31,7 @@ class Limits:
         max_patterns: Entries in each of rank_pattern and alpha_pattern.
         max_pattern_steps: Steps of matching all expressions of the config with all modules of the base; each takes up to 0.3 µs,
             on the data plane too.
+        max_invocation_tokens: Tokens that activate an adapter.
         max_faults: Faults that one error spells out, and warnings that one report does; the rest are counted.
     """
 
@@ -46,4 +47,5 @@ class Limits:
     max_pattern_chars: int = 1024
     max_patterns: int = 4096
     max_pattern_steps: int = 1 << 23
+    max_invocation_tokens: int = 256
     max_faults: int = 64

@@ -278,6 +278,7 @@ def _print_report(title: str, report: Report) -> None:
         ("type", report.dtype),
         ("scaling", f"{report.min_scaling:g} – {report.max_scaling:g}"),
         ("largest value", f"{report.max_abs:g}"),
+        *([("activated by tokens", ", ".join(map(str, report.invocation_tokens)))] if report.invocation_tokens else []),
         *(("warning", warning) for warning in report.warnings),
     ]
     print_table(title, ("", ""), rows)

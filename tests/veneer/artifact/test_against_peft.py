@@ -34,6 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rank_pattern": {r".*\.(q|v)_proj": 6, "q_proj": 4},
         "use_rslora": True,
     },
+    "activated": {"target_modules": ["q_proj", "v_proj"], "r": 4, "alora_invocation_tokens": [3, 1, 4]},
     "gaussian start": {"target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
 }
 
@@ -60,6 +61,7 @@ def test_ranks_scaling_and_values_are_those_of_peft(config: dict[str, Any], tmp_
     weights = tmp_path / "adapter_model.safetensors"
     artifact = check((tmp_path / "adapter_config.json").read_bytes(), weights, tiny_base)
     assert artifact.report.warnings == ()
+    assert artifact.report.invocation_tokens == tuple(model.peft_config["default"].alora_invocation_tokens or ())
     paths = KeyMap(tiny_base).paths(has_head=True)
     adapted = {path for path in paths if hasattr(model.get_submodule(f"base_model.model.{path}"), "lora_A")}
     assert len(artifact.pairs) == len(adapted)

@@ -47,6 +47,23 @@ def test_a_plain_adapter_is_accepted_and_reported(tmp_path: Path, tiny_base: Bas
     assert Report.from_fields(json.loads(json.dumps(asdict(artifact.report)))) == artifact.report
 
 
+def test_the_tokens_that_activate_an_adapter_are_reported(tmp_path: Path, tiny_base: BaseDescription) -> None:
+    folder = make_adapter_folder(tmp_path, tiny_base, config={"alora_invocation_tokens": [0, tiny_base.vocab_size - 1]})
+    report = _check(folder, tiny_base).report
+    assert report.invocation_tokens == (0, tiny_base.vocab_size - 1)
+    fields = json.loads(json.dumps(asdict(report)))
+    assert Report.from_fields(fields) == report
+    del fields["invocation_tokens"]
+    assert Report.from_fields(fields) == replace(report, invocation_tokens=()), "a report that an earlier release stored"
+
+
+def test_a_token_that_the_base_does_not_have_activates_nothing(tmp_path: Path, tiny_base: BaseDescription) -> None:
+    size = tiny_base.vocab_size
+    folder = make_adapter_folder(tmp_path, tiny_base, config={"alora_invocation_tokens": [1, size, size + 5]})
+    fault = "adapter_config.json: alora_invocation_tokens[{}]: {} is not below the vocabulary's size, {}"
+    assert _faults(folder, tiny_base) == [fault.format(1, size, size), fault.format(2, size + 5, size)]
+
+
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 def test_every_pair_is_read_with_the_values_that_were_written(dtype: str, tmp_path: Path, tiny_base: BaseDescription) -> None:
     written: Tensors = {}

@@ -37,6 +37,13 @@ def test_what_matters_is_read() -> None:
     assert config.warnings == []
 
 
+@pytest.mark.parametrize("tokens", [None, [], [0], [5, 6, 5], [1] * 256])
+def test_the_tokens_that_activate_an_adapter_are_read(tokens: list[int] | None) -> None:
+    config = _read(alora_invocation_tokens=tokens, task_type="CAUSAL_LM")
+    assert config.invocation_tokens == tuple(tokens or ())
+    assert config.warnings == []
+
+
 @pytest.mark.parametrize(
     ("config", "fault"),
     [
@@ -62,7 +69,13 @@ def test_what_matters_is_read() -> None:
         ({"lora_bias": True}, "bias inside LoRA layers"),
         ({"modules_to_save": ["lm_head"]}, "full copies of modules"),
         ({"trainable_token_indices": [1]}, "trained token rows"),
-        ({"alora_invocation_tokens": [1, 2]}, "activated LoRA"),
+        ({"alora_invocation_tokens": [1, -2]}, "alora_invocation_tokens: must be a list of at most 256 token ids, not [1, -2]"),
+        ({"alora_invocation_tokens": [1, 2.0]}, "not [1, 2.0]"),
+        ({"alora_invocation_tokens": [1, True]}, "not [1, True]"),
+        ({"alora_invocation_tokens": [[1]]}, "not [[1]]"),
+        ({"alora_invocation_tokens": "1 2"}, "not '1 2'"),
+        ({"alora_invocation_tokens": 1}, "not 1"),
+        ({"alora_invocation_tokens": [1] * 257}, "must be a list of at most 256 token ids"),
         ({"layer_replication": [[0, 2]]}, "replicated layers"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out: True is not supported"),
         ({"target_parameters": ["x"]}, "only linear modules"),

@@ -28,6 +28,17 @@ def test_check_reports_what_an_adapter_holds(run: Run, model_dir: Path, model_ba
     assert "q_proj, v_proj" in run("check", folder, "--base", model_dir).out
 
 
+def test_check_says_which_tokens_activate_an_adapter(
+    run: Run, model_dir: Path, model_base: BaseDescription, tmp_path: Path
+) -> None:
+    folder = make_adapter_folder(tmp_path / "activated", model_base, config={"alora_invocation_tokens": [5, 6]})
+    outcome = run("check", folder, "--base", model_dir)
+    assert outcome.status == 0
+    assert "activated by tokens" in outcome.out
+    assert "5, 6" in outcome.out
+    assert json.loads(run("check", folder, "--base", model_dir, "--json").out)["report"]["invocation_tokens"] == [5, 6]
+
+
 def test_check_lists_every_fault_and_fails(run: Run, model_dir: Path, model_base: BaseDescription, tmp_path: Path) -> None:
     folder = make_adapter_folder(tmp_path / "bad", model_base, config={"r": 0, "peft_type": "IA3"})
     outcome = run("check", folder, "--base", model_dir)
