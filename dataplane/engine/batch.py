@@ -94,8 +94,10 @@ class StepBuffers:
         end += num_decode * width
         used = np.arange(width) <= starts[:num_decode, None] // kv.page_size
         numbers[at_pages:end] = np.where(used, self._table[seats[:num_decode], :width], 0).ravel()
+        slots = np.repeat(np.array([planned.slot for planned in rows], dtype=np.int32), counts)
         spans = []
-        for planned in rows[num_decode:]:
+        for planned, first in zip(rows[num_decode:], firsts[num_decode:], strict=True):
+            slots[first : first + planned.num_base] = -1
             count = (planned.start + planned.count - 1) // kv.page_size + 1
             numbers[end : end + count] = self._table[planned.seat, :count]
             spans.append((end, end + count))
@@ -118,5 +120,4 @@ class StepBuffers:
             chunks=chunks,
             sample_rows=None if len(sampled) == num_tokens and not scored else on_device[at_sampled : at_sampled + num_logits],
         )
-        slots = np.repeat(np.array([planned.slot for planned in rows], dtype=np.int32), counts)
         return FilledStep(batch, slots, tuple(rows[i] for i in sampled), tuple(rows[i] for i in scored), tuple(late))

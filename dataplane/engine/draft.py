@@ -86,7 +86,7 @@ class Draft:
             row = (
                 sequence.seat, -1 if lease is None else lease.slot, start, 1, tuple(tokens[start:]), (), len(sequence.pages),
                 sequence.submit.sampling, num_known - sequence.num_prompt, None, 0,
-                sequence.num_prompt, None, sequence.plain, sequence.mask, 0, (), 0,
+                sequence.num_prompt, None, sequence.plain, sequence.mask, 0, (), 0, 0,
             )  # fmt: skip
             append((sequence, make(PlannedRows, row)))
         self.cost += total
@@ -116,6 +116,7 @@ class Draft:
         num_before = len(sequence.pages) - len(pages)
         sets_up = not num_before and not sequence.plain
         score_start, targets = self._score(sequence, start, end) if sequence.is_scored else (0, ())
+        num_base = min(max(sequence.active_from - start, 0), count)
         sequence.num_scheduled = end
         sequence.in_flight += 1
         if samples:
@@ -123,11 +124,13 @@ class Draft:
             if sequence.is_unfinished:
                 sequence.is_unfinished = False
                 sequence.account.unfinished.remove(sequence)
+        if sequence.is_ahead and end == sequence.num_ahead:
+            sequence.preempting = True
         if end > sequence.num_charged:
             self._charge(sequence, start, end)
         return PlannedRows(
             seat=sequence.seat,
-            slot=sequence.slot,
+            slot=sequence.slot if num_base < count else -1,
             start=start,
             count=count,
             ids=tuple(tokens[start:end]),
@@ -144,6 +147,7 @@ class Draft:
             score_start=score_start,
             targets=targets,
             num_top=sampling.prompt_logprobs or 0,
+            num_base=num_base,
         )
 
     def _score(self, sequence: Sequence, start: int, end: int) -> tuple[int, tuple[int, ...]]:
@@ -158,11 +162,11 @@ class Draft:
 
     def _charge(self, sequence: Sequence, start: int, end: int) -> None:
         """Charges the positions that were neither computed before nor found in the cache, and their part of the rank rows."""
-        prices, submit, charged = self._prices, sequence.submit, sequence.num_charged
+        prices, charged, lease = self._prices, sequence.num_charged, sequence.lease
         count = end - max(start, charged)
-        cost = count * (prices.prefill_token if start < len(submit.prompt) else prices.decode_token)
-        if submit.version is not None:
-            cost += prices.rank_row * sequence.rank_rows / self._active[submit.version]
+        cost = count * (prices.prefill_token if start < sequence.num_prompt else prices.decode_token)
+        if lease is not None and end > sequence.active_from:
+            cost += prices.rank_row * sequence.rank_rows / self._active[lease.version]
         sequence.num_charged = end
         sequence.account.service += cost / sequence.account.weight
         self.cost += cost

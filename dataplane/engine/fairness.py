@@ -153,7 +153,7 @@ class Tenants:
         account.unfinished.append(sequence)
 
     def stop(self, sequence: Sequence, *, returns: bool) -> None:
-        """Notes that a request runs no more; a preempted one waits again."""
+        """Notes that a request runs no more; a preempted one waits again, before all others that have not run."""
         account = sequence.account
         account.running.remove(sequence)
         if sequence in account.unfinished:
@@ -161,6 +161,9 @@ class Tenants:
         if returns:
             if sequence.paused:
                 account.num_parked += 1
+            elif sequence.order < 0:
+                account.waiting[sequence.submit.request_id] = sequence
+                account.waiting.move_to_end(sequence.submit.request_id, last=False)
             else:
                 bisect.insort(account.returning, sequence, key=_order)
             account.num_queued_tokens += len(sequence.submit.prompt)

@@ -48,6 +48,7 @@ class PlannedRows(NamedTuple):
         score_start: The first of these rows whose logits say how likely the prompt's next token was, counted from `start`.
         targets: The prompt tokens after that row and the rows that follow it; empty: no row is scored.
         num_top: Likeliest tokens to report beside each of the targets.
+        num_base: The first so many rows stand before the adapter starts: they are the base's, whatever the slot.
     """
 
     seat: int
@@ -68,6 +69,7 @@ class PlannedRows(NamedTuple):
     score_start: int = 0
     targets: tuple[int, ...] = ()
     num_top: int = 0
+    num_base: int = 0
 
 
 @dataclass(frozen=True, slots=True)

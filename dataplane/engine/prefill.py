@@ -30,7 +30,8 @@ class Prefill:
 
     Who lacks something is passed over, but not for ever: past `max_passes` it becomes the barrier, which is tried first and
     behind which nobody takes what it lacks (pages: nobody at all; rank rows or a slot: no other adapter). Who lacks its image is
-    put aside until that has come.
+    put aside until that has come; where its adapter starts later in the prompt, the pages before are computed first, by the base,
+    and kept in the cache. Meanwhile it holds neither seat nor pages, so that no load is ever waited for with them.
     """
 
     def __init__(self, limits: Limits, tenants: Tenants, seating: Seating, *, leases: Leases) -> None:
@@ -76,7 +77,10 @@ class Prefill:
                 has_admitted |= sequence.order < 0
                 self._start(sequence, draft)
             elif lack is _Lack.IMAGE:
-                self._tenants.park(sequence)
+                if self._start_ahead(sequence, draft):
+                    has_admitted = True
+                else:
+                    self._tenants.park(sequence)
             elif lack is not _Lack.TURN:
                 sequence.account.lacks_pages = lack is _Lack.PAGES
                 passed.append(sequence)
@@ -111,5 +115,18 @@ class Prefill:
         """Seats a sequence that lacks nothing and plans its first rows."""
         if sequence.order < 0:
             self._leases.expect_less(sequence.submit.version, withdraw=False)
+        self._seat(sequence, draft)
+
+    def _start_ahead(self, sequence: Sequence, draft: Draft) -> bool:
+        """Starts a sequence without its adapter where pages of the base's are to be computed; returns whether it did."""
+        if not sequence.num_ahead or self._barrier is not None or not self._seating.has_pages(sequence):
+            return False
+        if sequence.num_ahead <= self._seating.num_cached(sequence):
+            return False
+        sequence.is_ahead = True
+        self._seat(sequence, draft)
+        return True
+
+    def _seat(self, sequence: Sequence, draft: Draft) -> None:
         num_shared = self._seating.seat(sequence)
         draft.add(sequence, draft.room_for(sequence), new_pages=sequence.pages, num_shared=num_shared)

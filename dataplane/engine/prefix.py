@@ -18,6 +18,9 @@ class PageKeys:
     the digest of the version; `active_from` is the offset inside the page at which the adapter starts, the page size for pages
     of the base.
 
+    Attributes:
+        page_size: As given.
+
     Args:
         salt: Secret of the caller's tenant. Never empty: without one nothing is shared.
         base_digest: Digest of the base model.
@@ -26,14 +29,14 @@ class PageKeys:
         active_from: Position in the sequence at which the adapter starts; tokens before it are computed by the base.
     """
 
-    __slots__ = ("_active_from", "_base", "_page_size", "_prefix", "_prefix_of", "_salt", "_version")
+    __slots__ = ("_active_from", "_base", "_prefix", "_prefix_of", "_salt", "_version", "page_size")
 
     def __init__(self, *, salt: str, base_digest: str, version: str | None, page_size: int, active_from: int = 0) -> None:
         assert salt, "without a salt nothing is shared"
         self._salt = salt.encode()
         self._base = base_digest.encode()
         self._version = version
-        self._page_size = page_size
+        self.page_size = page_size
         self._active_from = active_from
         self._prefix: hashlib._Hash
         self._prefix_of = -1
@@ -44,7 +47,7 @@ class PageKeys:
         Raises:
             ValueError: A token is not in [0, 2³²).
         """
-        size = self._page_size
+        size = self.page_size
         stop = len(tokens) if end is None else end
         try:
             for start in range(len(keys) * size, stop - size + 1, size):
@@ -60,11 +63,11 @@ class PageKeys:
 
     def _offset(self, start: int) -> int:
         if self._version is None:
-            return self._page_size
-        return min(max(self._active_from - start, 0), self._page_size)
+            return self.page_size
+        return min(max(self._active_from - start, 0), self.page_size)
 
     def _begin(self, active_from: int) -> hashlib._Hash:
-        if self._version is None or active_from == self._page_size:
+        if self._version is None or active_from == self.page_size:
             namespace = _field(b"b", b"base")
         else:
             namespace = _field(b"v", self._version.encode())

@@ -47,8 +47,10 @@ class PrefixCache:
             return
         if len(sequence.keys) < num_full:
             sequence.chain.extend(sequence.keys, sequence.tokens, end=num_full * self._pool.page_size)
+        num_base = sequence.active_from // self._pool.page_size
         for index in range(sequence.num_named, num_full):
-            self._pool.name(sequence.pages[index], sequence.keys[index], version=sequence.submit.version)
+            version = None if index < num_base else sequence.submit.version
+            self._pool.name(sequence.pages[index], sequence.keys[index], version=version)
         sequence.num_named = num_full
 
     def bar(self, version: str) -> None:
@@ -65,8 +67,9 @@ class PrefixCache:
     def distrust(self, sequence: Sequence) -> None:
         """Drops what is kept of the version (of the tenant's own base pages) whose values were not finite."""
         version = sequence.submit.version
-        if version is None:
+        if version is None or sequence.active_from:
             self._pool.forget(None, sequence.submit.tenant)
+        if version is None:
             return
         self._pool.forget(version)
         self._barred[version] = True

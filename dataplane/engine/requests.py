@@ -47,11 +47,11 @@ class Requests:
         del self._sequences[sequence.submit.request_id]
 
     def waiting_for(self, version: str) -> list[Sequence]:
-        """Returns those that wait for an adapter and have not run yet."""
+        """Returns those that wait for an adapter; while they do, only the base's part of their prompts may have run."""
         return [
             sequence
             for sequence in self._sequences.values()
-            if sequence.submit.version == version and sequence.phase is Phase.WAITING and sequence.lease is None
+            if sequence.submit.version == version and sequence.lease is None
         ]
 
     def pop_expired(self, now: float) -> Sequence | None:

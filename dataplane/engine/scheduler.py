@@ -122,7 +122,7 @@ class Scheduler:
     def pause(self, request_id: str, *, paused: bool) -> None:
         """Keeps a request out of steps, or lets it run again. Ids that are unknown or have not run yet are ignored."""
         sequence = self._requests.get(request_id)
-        if sequence is None or sequence.order < 0 or sequence.paused is paused:
+        if sequence is None or sequence.order < 0 or sequence.is_ahead or sequence.paused is paused:
             return
         sequence.paused = paused
         if paused:
@@ -131,7 +131,7 @@ class Scheduler:
             self._tenants.resume(sequence)
 
     def fail_waiting(self, version: str, *, status: str, message: str) -> list[Failed]:
-        """Ends every request that waits for a version and has not run yet."""
+        """Ends every request that waits for a version."""
         waiting = self._requests.waiting_for(version)
         for sequence in waiting:
             self._end(sequence)
@@ -202,6 +202,8 @@ class Scheduler:
                 if sequence.phase is ended:
                     self._give_back(sequence)
                 elif sequence.preempting:
+                    if sequence.is_ahead:
+                        self.prefix.keep(sequence, rows.start + rows.count)
                     self._seating.requeue(sequence)
         return Outcome(tuple(deltas), tuple(failed), tuple(not_finite))
 
@@ -232,8 +234,8 @@ class Scheduler:
         self._requests.remove(sequence)
         if sequence.phase is Phase.WAITING:
             self._tenants.discard(sequence)
-            if sequence.order < 0:
-                self._leases.expect_less(sequence.submit.version, withdraw=True)
+        if sequence.lease is None:
+            self._leases.expect_less(sequence.submit.version, withdraw=True)
         sequence.phase = Phase.ENDED
         if sequence.in_flight == 0:
             self._give_back(sequence)

@@ -46,6 +46,10 @@ class Seating:
             needed -= len(shared) - self._pool.num_kept_of(shared)
         return needed <= num_free or (spare == 0 and self._pool.pages_for(len(sequence.tokens)) <= num_free)
 
+    def num_cached(self, sequence: Sequence) -> int:
+        """Returns how many of its first positions would be found in the cache."""
+        return len(self._prefix.find(sequence)) * self._pool.page_size
+
     def seat(self, sequence: Sequence) -> int:
         """Seats a waiting sequence and gives it pages for all its known tokens; returns how many of them others filled."""
         if sequence.order < 0:
@@ -87,7 +91,12 @@ class Seating:
             self.requeue(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Sends a preempted sequence back: it keeps its lease and recomputes later what the cache does not have."""
+        """Sends a preempted sequence back: it keeps its lease and recomputes later what the cache does not have.
+
+        One that ran without its adapter waits as if it had not run yet.
+        """
+        if sequence.is_ahead:
+            sequence.is_ahead, sequence.num_ahead, sequence.order = False, 0, -1
         self.leave(sequence, returns=True)
         sequence.preempting = False
         sequence.num_scheduled = 0

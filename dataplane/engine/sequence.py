@@ -38,6 +38,9 @@ class Sequence:
         order: Ordinal by which running sequences are ranked; lower is older. Kept over preemption.
         deadline: Reading of the engine's clock at which the request fails; None for no limit.
         num_prompt: Tokens of the prompt.
+        active_from: Position from which on its adapter computes; those before are the base's.
+        num_ahead: Positions, in full pages, that may be computed and kept before its adapter comes; 0 once that was tried.
+        is_ahead: It runs without its adapter, to the end of these, and then waits again.
         last: Tokens of prompt and output together at most.
         tokens: Prompt and output.
         num_scheduled: Positions computed or planned.
@@ -66,9 +69,11 @@ class Sequence:
 
     __slots__ = (
         "account",
+        "active_from",
         "chain",
         "deadline",
         "in_flight",
+        "is_ahead",
         "is_parked",
         "is_scored",
         "is_unfinished",
@@ -76,6 +81,7 @@ class Sequence:
         "last",
         "lease",
         "mask",
+        "num_ahead",
         "num_charged",
         "num_named",
         "num_prompt",
@@ -110,6 +116,9 @@ class Sequence:
         self.order = -1
         self.deadline = deadline
         self.num_prompt = len(submit.prompt)
+        self.active_from = submit.active_from
+        self.num_ahead = 0 if chain is None else submit.active_from // chain.page_size * chain.page_size
+        self.is_ahead = False
         self.last = min(len(submit.prompt) + submit.sampling.max_tokens, max_context)
         self.tokens = list(submit.prompt)
         self.num_scheduled = 0
@@ -143,7 +152,12 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Positions that are neither computed nor planned; 0 when the last token it may generate is already on its way."""
+        """Positions that are neither computed nor planned; 0 when the last token it may generate is already on its way.
+
+        Without its adapter it has none beyond `num_ahead`.
+        """
+        if self.is_ahead:
+            return self.num_ahead - self.num_scheduled
         num_known = len(self.tokens) + self.pending
         return 0 if num_known >= self.last else num_known - self.num_scheduled
 

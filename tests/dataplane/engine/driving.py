@@ -60,7 +60,7 @@ class Device:
         self.tables: dict[int, list[int]] = {}
         self.last: dict[int, int] = {}
         self.stop_every = stop_every
-        self.owners: dict[int, object] = {}
+        self.owners: dict[int, Submit] = {}
         self.computed_by: dict[tuple[int, int], object] = {}
         self.frozen: set[int] = set()
         self.num_computed = 0
@@ -79,7 +79,7 @@ class Device:
             for page in rows.new_pages[rows.num_shared_pages :]:
                 self.pages[page] = [None] * self.page_size
                 self.frozen.discard(page)
-            owner = self.owners.get(rows.seat)
+            owner = self.owners[rows.seat]
             self.num_computed += rows.count
             ids = list(rows.ids)
             if len(ids) < rows.count:
@@ -88,13 +88,16 @@ class Device:
                 page, offset = table[position // self.page_size], position % self.page_size
                 assert page not in self.frozen, "a shared page is never written"
                 self.pages[page][offset] = token
-                self.computed_by[page, offset] = owner
+                is_base = rows.slot < 0 or position - rows.start < rows.num_base
+                self.computed_by[page, offset] = (owner.tenant, owner.cache_salt, None if is_base else owner.version)
             if rows.sampling is not None:
                 end = rows.start + rows.count
                 seen = [self.pages[table[i // self.page_size]][i % self.page_size] for i in range(end)]
                 assert None not in seen, "every earlier position was written"
-                by = {self.computed_by[table[i // self.page_size], i % self.page_size] for i in range(end)}
-                assert by == {owner}, "what one tenant, salt and version computed serves nobody else"
+                for i in range(end):
+                    whose = (owner.tenant, owner.cache_salt, owner.version if i >= owner.active_from else None)
+                    by = self.computed_by[table[i // self.page_size], i % self.page_size]
+                    assert by == whose, "what one tenant, salt and version computed serves nobody else"
                 token = next_token([token for token in seen if token is not None])
                 self.last[rows.seat] = token
                 out.append(token)
@@ -164,7 +167,7 @@ class Loop:
         if plan is not None and plan.rows:
             self.plans.append(plan)
             for sequence in self.scheduler._in_flight[-1][1]:
-                self.device.owners[sequence.seat] = (sequence.submit.tenant, sequence.submit.cache_salt, sequence.submit.version)
+                self.device.owners[sequence.seat] = sequence.submit
             self.uncommitted.append((plan, self.device.run(plan)))
         if self.uncommitted and (len(self.uncommitted) > self.lag or not ran):
             self.take(self.scheduler.commit(*self.uncommitted.popleft()))

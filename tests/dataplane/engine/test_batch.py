@@ -38,6 +38,18 @@ def plan(*parts: PlannedRows) -> Plan:
     return Plan(parts, sum(part.count for part in parts), frozenset())
 
 
+def test_rows_before_an_adapter_starts_have_no_slot(buffers: StepBuffers, kv: PagedKv) -> None:
+    step = buffers.fill(
+        plan(
+            rows(0, 0, (5,), slot=-1, new_pages=(7,), num_base=1),
+            rows(1, 0, (11, 12, 13, 14, 15), slot=3, new_pages=(4, 8), num_base=3),
+            rows(2, 4, (1, 2), slot=2, new_pages=(6,), num_pages_before=1),
+        ),
+        kv,
+    )
+    assert step.row_slot.tolist() == [-1, -1, -1, -1, 3, 3, 2, 2]
+
+
 def test_rows_positions_and_cache_rows_follow_the_plan(buffers: StepBuffers, kv: PagedKv) -> None:
     buffers.fill(plan(rows(0, 0, (9,) * 6, new_pages=(7, 3), sampling=None)), kv)
     step = buffers.fill(
