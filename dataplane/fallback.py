@@ -8,9 +8,9 @@
 | retired, quarantined, other base   | FAILED_PRECONDITION | FAILED_PRECONDITION | FAILED_PRECONDITION |
 | the prompt does not invoke it      | base, NOT_INVOKED   | base, NOT_INVOKED   | base, NOT_INVOKED   |
 
-A tenant whose policy forbids fallback is treated as NONE. Foreign and unknown adapters are one row: the control plane answers them
-alike, and nothing here tells them apart. The last row is no policy's matter: an adapter that tokens of the prompt activate gives the
-base's own answer where they do not occur. It stands for a version that could be served; what the other rows refuse stays refused.
+A tenant whose policy forbids fallback is treated as NONE. Foreign and unknown adapters are one row: the control plane answers
+them alike, and nothing here tells them apart. The last row is no policy's matter: an adapter that tokens of the prompt activate
+gives the base's own answer where they do not occur. It is of a version that could be served; what is refused stays refused.
 """
 
 from __future__ import annotations

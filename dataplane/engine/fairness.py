@@ -162,8 +162,7 @@ class Tenants:
             if sequence.paused:
                 account.num_parked += 1
             elif sequence.order < 0:
-                account.waiting[sequence.submit.request_id] = sequence
-                account.waiting.move_to_end(sequence.submit.request_id, last=False)
+                account.waiting.push(sequence, front=True)
             else:
                 bisect.insort(account.returning, sequence, key=_order)
             account.num_queued_tokens += len(sequence.submit.prompt)

@@ -49,9 +49,7 @@ class Requests:
     def waiting_for(self, version: str) -> list[Sequence]:
         """Returns those that wait for an adapter; while they do, only the base's part of their prompts may have run."""
         return [
-            sequence
-            for sequence in self._sequences.values()
-            if sequence.submit.version == version and sequence.lease is None
+            sequence for sequence in self._sequences.values() if sequence.submit.version == version and sequence.lease is None
         ]
 
     def pop_expired(self, now: float) -> Sequence | None:

@@ -40,8 +40,8 @@ class Report:
         max_scaling: Largest scaling factor.
         max_abs: Largest magnitude of any element.
         warnings: Things worth a look that do not stop the version.
-        invocation_tokens: Token ids that activate the adapter, from where they last stand in a prompt on; empty: it is active from
-            the first token.
+        invocation_tokens: Token ids that activate the adapter, from where they last stand in a prompt on; empty: it is active
+            from the first token.
     """
 
     num_pairs: int

@@ -127,8 +127,8 @@ class Config:
         rank_patterns: In the file's order; the first that matches counts.
         alpha_patterns: Likewise.
         target_modules: Module names, an expression, or None when the file leaves it open.
-        invocation_tokens: Token ids that activate the adapter from where they last stand in a prompt; empty when it is active from
-            the first token.
+        invocation_tokens: Token ids that activate the adapter from where they last stand in a prompt; empty when it is active
+            from the first token.
         base_name: Name of the base that the adapter was trained on, empty when not given.
         warnings: What is worth a look.
     """
