@@ -1,4 +1,4 @@
-"""Builds, checks and loads the native CPU form (`cpu.cpp`), and says why when there is none."""
+"""Builds, checks and loads the native CPU form (`cpu.cpp` and the parts in `cpp/`), and says why when there is none."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _COUNT),
     "attention": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _POINTER, _COUNT),
     "low_rank": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT),
-    "add_norm": (_POINTER, _POINTER, _POINTER, _POINTER, _COUNT, _COUNT, ctypes.c_float, _COUNT),
-    "rotate": (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _COUNT),
+    "add_norm": (
+        _POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT, _COUNT, ctypes.c_float, _COUNT,
+    ),
+    "rotate": (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _COUNT, _COUNT),
     "silu_mul": (_POINTER, _POINTER, _COUNT, _COUNT, _COUNT),
+    "gelu_tanh_mul": (_POINTER, _POINTER, _COUNT, _COUNT, _COUNT),
+    "softcap": (_POINTER, _COUNT, ctypes.c_float, _COUNT),
     "likeliest": (_POINTER, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT),
-}
+}  # fmt: skip
 
 
 class NativeFormError(Exception):
@@ -135,7 +139,8 @@ def load_native(instruction_set: InstructionSet | None = None, *, cache: Path | 
         raise NativeFormError("no C++ compiler (c++, g++ or clang++) is on the search path")
     runtime = _openmp_runtime()
     version = _run([compiler, "--version"])
-    parts = (SOURCE.read_text(), compiler, version, " ".join(_FLAGS + chosen.flags), str(runtime))
+    texts = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("cpp/*.hpp")))]
+    parts = (*texts, compiler, version, " ".join(_FLAGS + chosen.flags), str(runtime))
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32] + ".so"
     try:
         cache = cache or Path.home() / _CACHE

@@ -11,7 +11,7 @@ from torch import Tensor
 from dataplane.model.architecture import Architecture
 from dataplane.model.attention import Attention
 from dataplane.model.batch import Batch
-from dataplane.model.layers import Rotary, gelu_tanh_mul, rms_norm, softcap
+from dataplane.model.layers import Rotary
 from dataplane.model.linear import Linear
 from dataplane.model.pieces import Pieces
 from dataplane.model.rope import Rope
@@ -94,7 +94,7 @@ class Decoder:
         attention.begin_step(batch)
         angles = {rope: rotary.at(batch.positions) for rope, rotary in self.rotaries.items()}
         num_turned = form.num_heads + form.num_kv_heads
-        gated = pieces.silu_mul if form.activation == "silu" else gelu_tanh_mul
+        gated = pieces.silu_mul if form.activation == "silu" else pieces.gelu_tanh_mul
 
         x = self.embedding[batch.ids]
         if self.embedding_scale != 1:
@@ -107,14 +107,14 @@ class Decoder:
             heads = qkv.view(-1, num_turned + form.num_kv_heads, form.head_dim)
             qk, v = heads[:, :num_turned], heads[:, num_turned:]
             if layer.qk_norm is not None:
-                qk = rms_norm(qk, layer.qk_norm, eps)
+                qk = pieces.norm(qk, layer.qk_norm, eps)
             if of.rope is not None:
                 qk = pieces.rotate(qk, *angles[of.rope])
             attended = attention(qk, v, layer=i)
             y = layer.o(attended)
             low_rank.add_(y, attended, layer=i, site="o")
             if layer.post_attention_norm is not None:
-                y = rms_norm(y, layer.post_attention_norm, eps)
+                y = pieces.norm(y, layer.post_attention_norm, eps)
 
             h = pieces.add_norm(x, y, layer.mlp_norm, eps)
             gate_up = layer.gate_up(h)
@@ -123,14 +123,14 @@ class Decoder:
             y = layer.down(h)
             low_rank.add_(y, h, layer=i, site="down")
             if layer.post_mlp_norm is not None:
-                y = rms_norm(y, layer.post_mlp_norm, eps)
+                y = pieces.norm(y, layer.post_mlp_norm, eps)
 
         if batch.sample_rows is not None:
             x, y = x[batch.sample_rows], None if y is None else y[batch.sample_rows]
         if not len(x):
             return x.new_empty(0, form.vocab_size)
         logits = self.head(pieces.add_norm(x, y, self.norm, eps))
-        return logits if form.logit_softcap is None else softcap(logits, form.logit_softcap)
+        return logits if form.logit_softcap is None else pieces.softcap(logits, form.logit_softcap)
 
 
 @dataclass(frozen=True, slots=True)

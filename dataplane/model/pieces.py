@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dataplane.model.layers import rms_norm, rotate, silu_mul
+from dataplane.model.layers import gelu_tanh_mul, rms_norm, rotate, silu_mul, softcap
 from dataplane.model.linear import Linear, pack_linear
 from kernels.native import Native
 
@@ -23,12 +24,24 @@ class Pieces(Protocol):
         """Adds y, [T, H], to x in place, unless it is None, and returns `rms_norm(x, weight, eps)`."""
         ...
 
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Returns `rms_norm(x, weight, eps)` of x, [T, H] or [T, heads, head_dim], which may be a strided view."""
+        ...
+
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Returns heads, [T, heads, head_dim], turned as `layers.rotate` says; may work in place."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Returns `silu(gate) · up` of [T, 2·I] as [T, I]."""
+        ...
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        """Returns `gelu(gate) · up` of [T, 2·I] as [T, I], with gelu in its tanh form."""
+        ...
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """Returns `cap · tanh(x / cap)`, in place."""
         ...
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,6 +62,10 @@ class TorchPieces:
             x += y
         return rms_norm(x, weight, eps)
 
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Pieces`."""
+        return rms_norm(x, weight, eps)
+
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """See `Pieces`; a new tensor."""
         return rotate(heads, cos, sin)
@@ -56,6 +73,14 @@ class TorchPieces:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Pieces`."""
         return silu_mul(gate_up)
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Pieces`."""
+        return gelu_tanh_mul(gate_up)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """See `Pieces`."""
+        return softcap(x, cap)
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `Pieces`."""
@@ -66,45 +91,76 @@ class TorchPieces:
 class NativePieces:
     """One call of `cpu.cpp` each: float32 inside, rounded once. Tensors lie on the CPU and have contiguous rows.
 
+    Args:
+        native: The library.
+        dtype: Of all tensors but the weights of norms.
+        invariant: Products are native too, in every dtype and on every machine, so that a row's bits depend on that row alone.
+
     Raises:
         NativeFormError: The library does not compute in the dtype.
     """
 
-    def __init__(self, native: Native, dtype: torch.dtype) -> None:
-        self._native, self._torch = native, TorchPieces()
+    def __init__(self, native: Native, dtype: torch.dtype, *, invariant: bool = False) -> None:
+        self._native, self._invariant = native, invariant
         self._add_norm = native.function("add_norm", dtype)
         self._rotate = native.function("rotate", dtype)
         self._silu_mul = native.function("silu_mul", dtype)
+        self._gelu_tanh_mul = native.function("gelu_tanh_mul", dtype)
+        self._softcap = native.function("softcap", dtype)
         self._likeliest = native.function("likeliest", dtype)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """See `Pieces`."""
-        return pack_linear(weight, bias, native=self._native)
+        return pack_linear(weight, bias, native=self._native, invariant=self._invariant)
 
     def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """See `Pieces`; a weight of another dtype than x is left to PyTorch."""
-        if weight.dtype is not x.dtype:
-            return self._torch.add_norm(x, y, weight, eps)
-        out = torch.empty_like(x)
-        added = None if y is None else y.data_ptr()
-        rows, width = x.shape
-        self._add_norm(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), rows, width, eps, torch.get_num_threads())
+        """See `Pieces`; the weight has the dtype of x, or float32."""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        groups, width = (1, *weight.shape)[-2:]
+        self._add_norm(
+            x.data_ptr(),
+            x.stride(0),
+            None if y is None else y.data_ptr(),
+            weight.data_ptr(),
+            weight.dtype is torch.float32,
+            out.data_ptr(),
+            x.shape[0],
+            groups,
+            width,
+            eps,
+            torch.get_num_threads(),
+        )
         return out
 
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Pieces`; heads of a row lie side by side."""
+        return self.add_norm(x, None, weight, eps)
+
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """See `Pieces`; in place, unless a part of each head does not turn."""
+        """See `Pieces`; in place."""
         rows, num_heads, dim = heads.shape
-        if 2 * cos.shape[-1] != dim:
-            return self._torch.rotate(heads, cos, sin)
-        threads = torch.get_num_threads()
-        self._rotate(heads.data_ptr(), heads.stride(0), cos.data_ptr(), sin.data_ptr(), rows, num_heads, dim, threads)
+        half, threads = cos.shape[-1], torch.get_num_threads()
+        self._rotate(heads.data_ptr(), heads.stride(0), cos.data_ptr(), sin.data_ptr(), rows, num_heads, dim, half, threads)
         return heads
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Pieces`."""
+        return self._gated(self._silu_mul, gate_up)
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Pieces`."""
+        return self._gated(self._gelu_tanh_mul, gate_up)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """See `Pieces`; x is contiguous."""
+        self._softcap(x.data_ptr(), x.numel(), cap, torch.get_num_threads())
+        return x
+
+    @staticmethod
+    def _gated(function: Callable[..., None], gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, width, dtype=gate_up.dtype)
-        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads())
+        function(gate_up.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads())
         return out
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:

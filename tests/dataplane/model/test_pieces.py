@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dataplane.model.layers import rotate, silu_mul
+from dataplane.model.layers import gelu_tanh_mul, rms_norm, rotate, silu_mul, softcap
 from dataplane.model.pieces import NativePieces, Pieces, TorchPieces
 from kernels.native import INSTRUCTION_SETS, load_native, processor_features
 
@@ -50,6 +50,42 @@ def test_rotate_turns_the_heads_it_is_given_and_no_others(make: Make, dim: int, 
     before = heads.clone()
     check(make(dtype).rotate(heads[:, :3], cos, sin), rotate(before[:, :3].double(), cos.double(), sin.double()))
     assert torch.equal(heads[:, 3:], before[:, 3:])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rotate_leaves_what_of_a_head_does_not_turn(make: Make, dtype: torch.dtype) -> None:
+    heads, cos, sin = torch.randn(9, 5, 48).to(dtype), torch.randn(9, 1, 12).to(dtype), torch.randn(9, 1, 12).to(dtype)
+    before = heads.clone()
+    check(make(dtype).rotate(heads, cos, sin), rotate(before.double(), cos.double(), sin.double()))
+    assert torch.equal(heads[..., 24:], before[..., 24:])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("wide", [False, True])
+def test_norm_takes_heads_that_lie_in_wider_rows_and_float32_weights(make: Make, wide: bool, dtype: torch.dtype) -> None:
+    heads = torch.randn(9, 7, 40).to(dtype)
+    weight = torch.randn(5, 40).to(torch.float32 if wide else dtype)
+    before = heads.clone()
+    check(make(dtype).norm(heads[:, :5], weight, 1e-6), rms_norm(heads[:, :5].double(), weight.double(), 1e-6))
+    assert torch.equal(heads, before)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_capped_values_are_those_of_float64(make: Make, dtype: torch.dtype) -> None:
+    x = (torch.randn(5, 37) * 20).to(dtype)
+    x[0, :6] = torch.tensor([1e-6, -0.01, 2.9, 3.1, 3e4, -3e4])
+    want = softcap(x.double(), 30.0)
+    got = make(dtype).softcap(x, 30.0)
+    assert got.data_ptr() == x.data_ptr()
+    torch.testing.assert_close(got.double(), want, rtol=2 * TOLERANCE[dtype], atol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gelu_tanh_mul_is_that_of_float64(make: Make, dtype: torch.dtype) -> None:
+    gate_up = (torch.randn(5, 2 * 53) * 4).to(dtype)
+    gate_up[0, :3] = torch.tensor([200.0, -200.0, 0.0])
+    want = gelu_tanh_mul(gate_up.double())
+    torch.testing.assert_close(make(dtype).gelu_tanh_mul(gate_up).double(), want, rtol=4 * TOLERANCE[dtype], atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

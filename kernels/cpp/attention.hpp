@@ -1,0 +1,244 @@
+// Attention over pages.
+
+#pragma once
+
+#include "vectors.hpp"
+
+namespace {
+
+constexpr int PAGE = 16;       // tokens of a page
+constexpr int SPLIT = 512;     // tokens that are attended to at a time; results of splits are merged in order
+constexpr int QUERIES = 6;     // queries that share a walk over pages
+constexpr int MAX_DIM = 256;   // head dimension
+constexpr int AHEAD = 2;       // blocks that are fetched before they are needed
+
+// Mirrors kernels.native.AttentionStep.
+struct AttentionStep {
+  void *data;               // pages [pages, layers, 2, kv_heads, 16 · dim]
+  const int64_t *kv_rows;   // [rows], see PagedKv.row_of
+  const int64_t *parts;     // [num_parts, 4]: first row, rows, context, address of the page list (int64)
+  int64_t num_rows, num_parts, num_layers, heads, kv_heads, dim;
+  int64_t threads;
+  float scale;
+};
+
+// Up to QUERIES queries of one sequence, at one key head; query i is row i / group, head i % group of the part's rows.
+struct Unit {
+  const int64_t *pages;
+  int64_t first_row, context;
+  int first_query, num_queries;
+};
+
+struct Result {
+  float m[QUERIES], l[QUERIES];
+  alignas(64) float o[QUERIES][MAX_DIM];
+};
+
+// `keys[P …]` follow in memory order of use: line d of block p + P is fetched while block p is worked on.
+template <class T, int Q, int P>
+INLINE void score(const uint32_t *const *keys, const uint32_t (*q)[MAX_DIM], int num_words, floats scale, float (*s)[SPLIT], int at) {
+  floats acc[P][Q] = {};
+  for (int d = 0; d < num_words; d++)
+    for (int p = 0; p < P; p++) {
+      words k = load_words(keys[p] + d * PAGE);
+      __builtin_prefetch(keys[p + AHEAD] + d * PAGE);
+      for (int i = 0; i < Q; i++) acc[p][i] = Words<T>::step(acc[p][i], k, all_words(q[i][d]));
+    }
+  for (int p = 0; p < P; p++)
+    for (int i = 0; i < Q; i++) store(s[i] + at + p * PAGE, acc[p][i] * scale);
+}
+
+template <class T, int Q, int V>
+INLINE void weigh(const uint32_t *const *values, const uint32_t (*p)[SPLIT], int tokens, int dim, int column, Result &out) {
+  constexpr int PARTS = Words<T>::PARTS, PER_PAGE = PAGE / PARTS;
+  floats acc[Q][V] = {};
+  auto add = [&](int w, bool whole) {
+    const int64_t at = (w % PER_PAGE) * dim + column;
+    const uint32_t *row = values[w / PER_PAGE] + at, *next = values[w / PER_PAGE + AHEAD] + at;
+    words v[V];
+    for (int c = 0; c < V; c++) __builtin_prefetch(next + c * LANES);
+    for (int c = 0; c < V; c++) v[c] = whole ? load_words(row + c * LANES) : Words<T>::first_part(load_words(row + c * LANES));
+    for (int i = 0; i < Q; i++) {
+      words weight = all_words(p[i][w]);
+      for (int c = 0; c < V; c++) acc[i][c] = Words<T>::step(acc[i][c], v[c], weight);
+    }
+  };
+  int whole = tokens / PARTS;
+  for (int w = 0; w < whole; w++) add(w, true);
+  if (tokens % PARTS) add(whole, false);
+  for (int i = 0; i < Q; i++)
+    for (int c = 0; c < V; c++) store(out.o[i] + column + c * LANES, acc[i][c]);
+}
+
+// Attends with Q queries of a unit to the tokens [SPLIT · split, …) of their sequence.
+template <class T, int Q>
+void attend(const AttentionStep &step, const Unit &unit, const uint32_t (*q)[MAX_DIM], int layer, int head, int split, Result &out) {
+  constexpr int PARTS = Words<T>::PARTS;
+  const int dim = step.dim, group = step.heads / step.kv_heads;
+  const int64_t head_words = PAGE * dim / PARTS, kind_words = head_words * step.kv_heads;
+  const int64_t start = (int64_t)split * SPLIT;
+  const int64_t longest = unit.context + (unit.first_query + Q - 1) / group + 1;
+  const int tokens = (int)std::min<int64_t>(longest - start, SPLIT), num_pages = (tokens + PAGE - 1) / PAGE;
+  const uint32_t *keys[2 * SPLIT / PAGE + AHEAD];  // in the order of use: keys, values
+  const uint32_t **values = keys + num_pages;
+  for (int i = 0; i < num_pages; i++) {
+    const int64_t page = unit.pages[start / PAGE + i];
+    keys[i] = (const uint32_t *)step.data + (page * step.num_layers + layer) * 2 * kind_words + head * head_words;
+    values[i] = keys[i] + kind_words;
+  }
+  for (int i = 0; i < AHEAD; i++) values[num_pages + i] = i < num_pages ? keys[i] + head_words : keys[0];  // often the next item's
+  alignas(64) float s[Q][SPLIT];
+  alignas(64) uint32_t p[Q][SPLIT];
+  const floats scale = all(step.scale);
+  int page = 0;
+  if constexpr (Q <= 4)
+    for (; page + 2 <= num_pages; page += 2) score<T, Q, 2>(keys + page, q, dim / PARTS, scale, s, page * PAGE);
+  for (; page < num_pages; page++) score<T, Q, 1>(keys + page, q, dim / PARTS, scale, s, page * PAGE);
+
+  for (int i = 0; i < Q; i++) {
+    const int64_t length = unit.context + (unit.first_query + i) / group + 1;
+    const int own = (int)std::clamp<int64_t>(length - start, 0, tokens);
+    const floats least = all(-std::numeric_limits<float>::infinity());
+    floats m = least, l = {};
+    for (int at = 0; at < own; at += LANES) m = larger(lanes() < own - at ? load(s[i] + at) : least, m);
+    out.m[i] = largest(m);
+    for (int at = 0; at < num_pages * PAGE; at += LANES) {
+      floats e = {};
+      if (at < own) e = lanes() < own - at ? exponential(load(s[i] + at) - out.m[i]) : e;
+      l += e;
+      Words<T>::pack(p[i] + at / PARTS, e);
+    }
+    out.l[i] = sum(l);
+  }
+  int column = 0;
+  for (; column + 64 <= dim; column += 64) weigh<T, Q, 4>(values, p, tokens, dim, column, out);
+  for (; column < dim; column += LANES) weigh<T, Q, 1>(values, p, tokens, dim, column, out);
+}
+
+// Merges the next split of a sequence into the result of the splits before it.
+void merge(Result &into, const Result &next, int queries, int dim) {
+  for (int i = 0; i < queries; i++) {
+    if (next.l[i] == 0) continue;
+    const float m = next.m[i] > into.m[i] ? next.m[i] : into.m[i];
+    const float old = expf(into.m[i] - m), fresh = expf(next.m[i] - m);
+    into.m[i] = m;
+    into.l[i] = into.l[i] * old + next.l[i] * fresh;
+    for (int c = 0; c < dim; c += LANES) store(into.o[i] + c, fma(load(into.o[i] + c), all(old), load(next.o[i] + c) * all(fresh)));
+  }
+}
+
+template <class T>
+void attend_any(const AttentionStep &step, const Unit &unit, const uint32_t (*q)[MAX_DIM], int layer, int head, int split, Result &out) {
+  switch (unit.num_queries) {
+    case 1: return attend<T, 1>(step, unit, q, layer, head, split, out);
+    case 2: return attend<T, 2>(step, unit, q, layer, head, split, out);
+    case 3: return attend<T, 3>(step, unit, q, layer, head, split, out);
+    case 4: return attend<T, 4>(step, unit, q, layer, head, split, out);
+    case 5: return attend<T, 5>(step, unit, q, layer, head, split, out);
+    default: return attend<T, 6>(step, unit, q, layer, head, split, out);
+  }
+}
+
+template <class T>
+void copy_queries(const AttentionStep &step, const Unit &unit, const T *qk, int64_t stride, int head, uint32_t (*q)[MAX_DIM]) {
+  const int group = step.heads / step.kv_heads;
+  for (int i = 0; i < unit.num_queries; i++) {
+    const int query = unit.first_query + i;
+    memcpy(q[i], qk + (unit.first_row + query / group) * stride + (head * group + query % group) * step.dim, step.dim * sizeof(T));
+  }
+}
+
+template <class T>
+void finish(const AttentionStep &step, const Unit &unit, const Result &result, int head, T *out) {
+  const int group = step.heads / step.kv_heads;
+  for (int i = 0; i < unit.num_queries; i++) {
+    const int query = unit.first_query + i;
+    T *row = out + ((unit.first_row + query / group) * step.heads + head * group + query % group) * step.dim;
+    const floats inverse = all(1.f / result.l[i]);
+    for (int c = 0; c < step.dim; c += LANES) store(row + c, load(result.o[i] + c) * inverse);
+  }
+}
+
+// Writes the keys and values of one row to its page. Keys lie in words [dim / parts, token], values in words [token / parts, dim].
+template <class T>
+void append(const AttentionStep &step, const T *qk, int64_t qk_stride, const T *v, int64_t v_stride, int layer, int64_t t) {
+  constexpr int PARTS = Words<T>::PARTS;
+  const int dim = step.dim;
+  const int64_t head_size = (int64_t)PAGE * dim, kind_size = head_size * step.kv_heads, rows_per_page = step.num_layers * 2 * PAGE;
+  const int64_t page = step.kv_rows[t] / rows_per_page, offset = step.kv_rows[t] % rows_per_page;
+  T *keys = (T *)step.data + (page * step.num_layers + layer) * 2 * kind_size, *values = keys + kind_size;
+  for (int head = 0; head < step.kv_heads; head++, keys += head_size, values += head_size) {
+    const T *key = qk + t * qk_stride + (step.heads + head) * dim, *value = v + t * v_stride + head * dim;
+    for (int d = 0; d < dim / PARTS; d++) memcpy(keys + (d * PAGE + offset) * PARTS, key + d * PARTS, sizeof(uint32_t));
+    T *to = values + offset / PARTS * PARTS * dim + offset % PARTS;
+    for (int d = 0; d < dim; d++) to[d * PARTS] = value[d];
+  }
+}
+
+std::vector<Unit> units_of(const AttentionStep &step) {
+  const int group = step.heads / step.kv_heads;
+  std::vector<Unit> units;
+  for (int64_t i = 0; i < step.num_parts; i++) {
+    const int64_t *part = step.parts + 4 * i;
+    const int queries = (int)(part[1] * group), blocks = (queries + QUERIES - 1) / QUERIES, size = (queries + blocks - 1) / blocks;
+    for (int first = 0; first < queries; first += size)
+      units.push_back({(const int64_t *)part[3], part[0], part[2], first, std::min(size, queries - first)});
+  }
+  return units;
+}
+
+int splits_of(const Unit &unit, int group) {
+  const int64_t longest = unit.context + (unit.first_query + unit.num_queries - 1) / group + 1;
+  return (int)((longest + SPLIT - 1) / SPLIT);
+}
+
+template <class T>
+void attention(const AttentionStep &step, const T *qk, int64_t qk_stride, const T *v, int64_t v_stride, T *out, int layer) {
+  const std::vector<Unit> units = units_of(step);
+  const int group = step.heads / step.kv_heads, kv_heads = step.kv_heads;
+  const int64_t num_items = (int64_t)units.size() * kv_heads;
+  int most_splits = 1;
+  for (const Unit &unit : units) most_splits = std::max(most_splits, splits_of(unit, group));
+  const bool spread = most_splits > 1 && num_items < 8 * step.threads;  // too few items to fill the threads
+  std::vector<Result> parts(spread ? num_items * most_splits : 0);
+#pragma omp parallel num_threads(step.threads)
+  {
+    alignas(64) uint32_t q[QUERIES][MAX_DIM];
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < step.num_rows; t++) append(step, qk, qk_stride, v, v_stride, layer, t);
+    if (spread) {
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = 0; i < num_items * most_splits; i++) {
+        const int64_t item = i / most_splits;
+        const Unit &unit = units[item / kv_heads];
+        const int split = i % most_splits, head = item % kv_heads;
+        if (split >= splits_of(unit, group)) continue;
+        copy_queries(step, unit, qk, qk_stride, head, q);
+        attend_any<T>(step, unit, q, layer, head, split, parts[i]);
+      }
+#pragma omp for schedule(static)
+      for (int64_t item = 0; item < num_items; item++) {
+        const Unit &unit = units[item / kv_heads];
+        Result &result = parts[item * most_splits];
+        for (int split = 1; split < splits_of(unit, group); split++) merge(result, (&result)[split], unit.num_queries, step.dim);
+        finish(step, unit, result, item % kv_heads, out);
+      }
+    } else {
+      Result result, next;
+#pragma omp for schedule(dynamic, 4)
+      for (int64_t item = 0; item < num_items; item++) {
+        const Unit &unit = units[item / kv_heads];
+        const int head = item % kv_heads;
+        copy_queries(step, unit, qk, qk_stride, head, q);
+        attend_any<T>(step, unit, q, layer, head, 0, result);
+        for (int split = 1; split < splits_of(unit, group); split++) {
+          attend_any<T>(step, unit, q, layer, head, split, next);
+          merge(result, next, unit.num_queries, step.dim);
+        }
+        finish(step, unit, result, head, out);
+      }
+    }
+  }
+}
+
+}  // namespace
