@@ -21,6 +21,7 @@ class Settings(BaseSettings):
         device: `cpu`, or a torch device name.
         dtype: Weights, activations, adapters and KV cache.
         cpu_form: `native` (built on first use, where a C++ compiler is), `torch`, or `auto`: native where it can be had.
+        batch_invariant: Equal requests give equal bits whatever runs beside them, at some cost (docs/invariance.md).
         num_threads: Threads of the math library; 0 leaves its own choice.
         max_sequences: Sequences that run at the same time.
         max_step_tokens: Rows of one step.
@@ -73,6 +74,7 @@ class Settings(BaseSettings):
     device: str = "cpu"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     cpu_form: Literal["auto", "native", "torch"] = "auto"
+    batch_invariant: bool = False
     num_threads: Annotated[int, Field(ge=0, le=1024)] = 0
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64
     max_step_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 512

@@ -31,6 +31,7 @@ class EngineConfig:
         device: `cpu`; the low-rank product has no form for another device yet.
         dtype: Weights, activations and KV cache: float32, bfloat16 or float16.
         cpu_form: `native` (kernels/cpu.cpp, built where a compiler is), `torch`, or `auto`: native where it can be had.
+        batch_invariant: Bits of logits and tokens depend on the request alone, not on what runs beside it (docs/invariance.md).
         num_threads: Threads of the math library; 0 leaves its own choice.
         max_sequences: Sequences that run at the same time.
         max_step_tokens: Rows of one step; at least `max_sequences`.
@@ -51,6 +52,7 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "bfloat16"
     cpu_form: str = "auto"
+    batch_invariant: bool = False
     num_threads: int = 0
     max_sequences: int = 64
     max_step_tokens: int = 512

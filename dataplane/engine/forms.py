@@ -13,6 +13,7 @@ from dataplane.lora.arena import Arena
 from dataplane.model.architecture import Architecture
 from dataplane.model.attention import Attention, PagedKv, TorchAttention
 from dataplane.model.decoder import LowRank
+from dataplane.model.invariant import RowAttention, TiledPieces
 from dataplane.model.native_attention import NativeAttention
 from dataplane.model.pieces import NativePieces, Pieces, TorchPieces
 from kernels.cpu import CpuLowRank
@@ -20,6 +21,7 @@ from kernels.native import NativeFormError, load_native
 from kernels.native_low_rank import NativeLowRank
 from kernels.rows import RankRows
 from kernels.sites import Site
+from kernels.tiled_low_rank import TiledLowRank
 from veneer.errors import FailedPreconditionError
 
 _log = logging.getLogger(__name__)
@@ -69,6 +71,9 @@ def choose_forms(config: EngineConfig, model: Architecture, *, kv: PagedKv, aren
             if config.cpu_form == "native":
                 raise NoNativeFormError(f"cpu_form = native cannot be had: {error}") from error
             _log.warning("no native CPU form; PyTorch's operations serve, slower", extra={"reason": str(error)})
+    if config.batch_invariant:
+        tiled = TiledLowRank(arena.tensor, arena.descriptors, sites=sites)
+        return Forms("torch, batch-invariant", RowAttention(model, kv), tiled, TiledPieces())
     low_rank = CpuLowRank(
         arena.tensor,
         arena.descriptors,
@@ -83,9 +88,12 @@ def choose_forms(config: EngineConfig, model: Architecture, *, kv: PagedKv, aren
 def _native(config: EngineConfig, model: Architecture, *, kv: PagedKv, arena: Arena, sites: tuple[Site, ...]) -> Forms:
     dtype: torch.dtype = getattr(torch, config.dtype)
     native = load_native()
+    invariant = config.batch_invariant
+    if invariant and any(part.in_features * dtype.itemsize % 4 for part in model.projections):
+        raise NativeFormError("the native CPU form multiplies inputs of an even width only")
     return Forms(
-        f"native, {native.instruction_set.name}",
+        f"native, {native.instruction_set.name}" + ", batch-invariant" * invariant,
         NativeAttention(model, kv, native=native),
         NativeLowRank(arena.tensor, arena.descriptors, native=native, sites=sites, max_rows=config.max_step_tokens),
-        NativePieces(native, dtype),
+        NativePieces(native, dtype, invariant=invariant),
     )

@@ -77,7 +77,11 @@ class Runner:
             device=device,
         )
         self._sampler = Sampler(
-            max_sequences=config.max_sequences, vocab_size=model.vocab_size, device=device, pieces=forms.pieces
+            max_sequences=config.max_sequences,
+            vocab_size=model.vocab_size,
+            device=device,
+            pieces=forms.pieces,
+            row_by_row=config.batch_invariant,
         )
         self._last_token = torch.zeros(config.max_sequences, dtype=torch.int64, device=device)
         self._device = device

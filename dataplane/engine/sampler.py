@@ -59,10 +59,26 @@ class Sampler:
     their renormalised probabilities the shortest prefix that reaches `top_p`; those with at least `min_p` times the likeliest
     probability. The token is the inverse cumulative distribution of what is kept, likeliest first, at the request's own uniform
     noise. Temperature 0 takes the likeliest token. Owned by the runner.
+
+    Args:
+        max_sequences: Seats.
+        vocab_size: Tokens.
+        device: Of the logits.
+        pieces: What finds the likeliest token.
+        row_by_row: PyTorch is given one row at a time, since the last bits of its sums may depend on how many there are.
     """
 
-    def __init__(self, *, max_sequences: int, vocab_size: int, device: torch.device, pieces: Pieces | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_sequences: int,
+        vocab_size: int,
+        device: torch.device,
+        pieces: Pieces | None = None,
+        row_by_row: bool = False,
+    ) -> None:
         self._pieces = pieces or TorchPieces()
+        self._row_by_row = row_by_row
         self._rules = LogitRules(max_sequences=max_sequences, vocab_size=vocab_size, device=device)
 
     def start(self, rows: PlannedRows) -> None:
@@ -77,6 +93,13 @@ class Sampler:
             logits: [S, vocab]; not changed.
             rows: The S planned rows that sample.
         """
+        if not self._row_by_row or len(rows) == 1 or all(planned.plain and _is_greedy(planned) for planned in rows):
+            return self._sample(logits, rows)
+        ones = [self._sample(logits[i : i + 1], rows[i : i + 1]) for i in range(len(rows))]
+        tokens, finite = (torch.cat([getattr(one, name) for one in ones]) for name in ("tokens", "finite"))
+        return Samples(tokens, finite, {i: one.more[0] for i, one in enumerate(ones) if one.more})
+
+    def _sample(self, logits: Tensor, rows: Sequence[PlannedRows]) -> Samples:
         settings = [planned.sampling for planned in rows]
         assert None not in settings, "every row given to the sampler samples"
         tokens, finite = self._pieces.likeliest(logits)  # before the rules: own settings never count against the version
@@ -105,8 +128,7 @@ class Sampler:
         self._rules.note(rows, tokens, whole)
         return Samples(tokens, finite, self._more(logits, tokens, rows, whole, faults))
 
-    @staticmethod
-    def score(logits: Tensor, rows: Sequence[PlannedRows]) -> list[tuple[Logprobs, ...] | None]:
+    def score(self, logits: Tensor, rows: Sequence[PlannedRows]) -> list[tuple[Logprobs, ...] | None]:
         """Says how likely the model found the prompt tokens of rows that are scored; None where its logits were not finite.
 
         Args:
@@ -114,7 +136,11 @@ class Sampler:
             rows: The planned rows that have targets, in order.
         """
         targets = torch.tensor([token for planned in rows for token in planned.targets], device=logits.device)
-        reported = iter(report(logits, targets, [planned.num_top for planned in rows for _ in planned.targets]))
+        num_top = [planned.num_top for planned in rows for _ in planned.targets]
+        size = 1 if self._row_by_row else len(num_top)
+        reported = itertools.chain.from_iterable(
+            report(logits[i : i + size], targets[i : i + size], num_top[i : i + size]) for i in range(0, len(num_top), size)
+        )
         finite = iter(logits.amax(dim=-1).isfinite().tolist())
         scores: list[tuple[Logprobs, ...] | None] = []
         for planned in rows:
@@ -140,6 +166,10 @@ class Sampler:
             reported = report(logits[at], tokens[at], list(counts.values()))
             more |= {i: Chosen(int(tokens[i]), one) for i, one in zip(counts, reported, strict=True)}
         return more
+
+
+def _is_greedy(planned: PlannedRows) -> bool:
+    return planned.sampling is not None and planned.sampling.temperature == 0
 
 
 def _draw(logits: Tensor, settings: list[Sampling], noise: list[float]) -> Tensor:

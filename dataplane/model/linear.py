@@ -20,7 +20,7 @@ _PACK_ROWS = 64
 """Row count that oneDNN is asked to choose the packed layout for; other counts use the same layout."""
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None, *, native: Native | None = None) -> Linear:
+def pack_linear(weight: Tensor, bias: Tensor | None = None, *, native: Native | None = None, invariant: bool = False) -> Linear:
     """Takes a weight [out, in] and perhaps a bias [out], and returns the product with them.
 
     bfloat16 on a CPU that multiplies pairs but has no matrix unit uses the native form, when one is given: in it a row's bits do
@@ -30,8 +30,11 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None, *, native: Native | 
     Otherwise bfloat16 on the CPU uses oneDNN's own blocked layout, made once: PyTorch's public `linear` would rearrange the
     weight at every call. That layout is private to this module; the original tensor need not be kept. Everything else is plain
     `linear`.
-    The choice depends on dtype, device and machine only, so it is one choice for the whole model and process.
+    The choice depends on dtype, device and machine only, so it is one choice for the whole model and process. `invariant` takes
+    the native form in every dtype and on every machine, where others are faster too.
     """
+    if native is not None and invariant:
+        return NativeLinear(weight, native, bias)
     if native is not None and native.has_best_product and weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0:
         return NativeLinear(weight, native, bias)
     if weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and _has_packed_bf16():
