@@ -40,11 +40,12 @@ class _Resident:
     def __init__(self) -> None:
         self._ids = itertools.count()
 
-    def acquire(self, version: str) -> Lease | None:
+    def acquire(self, version: str, tenant: str = "", *, weight: int = 1) -> Lease | None:
+        del tenant, weight
         number = int(version)
         return None if number % 10 == 9 else Lease(next(self._ids), version, number, 16, 1)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, *, served: int = 0) -> None:
         pass
 
     def withdraw(self, version: str) -> None:
@@ -55,6 +56,15 @@ class _Resident:
 
     def is_starved(self, _version: str) -> bool:
         return False
+
+    def reserve(self, version: str) -> None:
+        pass
+
+    def evict(self, version: str) -> None:
+        pass
+
+    def excess_of(self, _tenant: str) -> float:
+        return 0.0
 
 
 class _Requests:

@@ -11,8 +11,9 @@ from pathlib import Path
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Fail, Moved, Wanted
 from dataplane.lora.arena import Arena
+from dataplane.lora.holdings import LoadPlan
 from dataplane.lora.image import CorruptImageError, Image, open_image
-from dataplane.lora.residency import Lease, LoadPlan, Residency
+from dataplane.lora.residency import Lease, Residency
 from veneer.errors import InvalidArgumentError, VeneerError, Violation
 
 
@@ -61,30 +62,45 @@ class DeviceAdapters:
         self._thread = threading.Thread(target=self._run, name="adapter-loader", daemon=True)
         self._thread.start()
 
-    def acquire(self, version: str) -> Lease | None:
+    def acquire(self, version: str, tenant: str = "", *, weight: int = 1) -> Lease | None:
         """See `Residency.acquire`. A miss that is new wakes the step loop once more, for `settle` to act on it."""
-        lease = self.residency.acquire(version)
+        lease = self.residency.acquire(version, tenant, weight=weight)
         if lease is None and version not in self._wanted:
             self._wake.set()
         return lease
 
-    def want(self, version: str) -> bool:
-        """Remembers the version as wanted unless it is on the device; returns whether it is."""
-        lease = self.residency.acquire(version)
-        if lease is None:
-            return False
-        self.release(lease)
-        return True
+    def want(self, version: str, tenant: str = "", *, weight: int = 1) -> bool:
+        """See `Residency.want`."""
+        return self.residency.want(version, tenant, weight=weight)
 
-    def release(self, lease: Lease) -> None:
-        """See `Residency.release`."""
-        if self.residency.release(lease):
+    def release(self, lease: Lease, *, served: int = 0) -> None:
+        """See `Residency.release`. What waits for room is tried again."""
+        if self.residency.release(lease, served=served):
             self._arena.clear(lease.slot)
+            if lease.version in self._paths:
+                self._done.put(Moved(lease.version, "host"))
+        if self._wanted:
+            self.poke()
 
     def withdraw(self, version: str) -> None:
-        """See `Residency.withdraw`."""
+        """See `Residency.withdraw`. What waits for room is tried again."""
         self.residency.withdraw(version)
         self._asked.discard(version)
+        if self._wanted:
+            self.poke()
+
+    def reserve(self, version: str) -> None:
+        """See `Residency.reserve`."""
+        self.residency.reserve(version)
+
+    def evict(self, version: str) -> None:
+        """See `Residency.evict`; the copy is one that leases are held of."""
+        freed = self.residency.evict(version)
+        assert not freed, "what nobody uses need not be told to go"
+
+    def excess_of(self, tenant: str) -> float:
+        """See `Residency.excess_of`."""
+        return self.residency.excess_of(tenant)
 
     def arrived(self) -> dict[str, int]:
         """Returns the versions that may have come to the device since the last call, with the bytes that were copied."""

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sized
 
 from dataplane.engine.line import Line
-from dataplane.engine.sequence import Phase, Sequence
+from dataplane.engine.sequence import Lack, Phase, Sequence
 
 _PRUNE_ABOVE = 1024
 
@@ -25,17 +25,18 @@ class Account:
         returning: Preempted requests, oldest first; they come before those that wait.
         running: Requests that hold a seat, oldest first.
         unfinished: Running requests whose prompt is not planned to its end.
-        num_parked: Requests whose adapter is loading, and preempted ones whose reader is slow.
+        num_parked: Requests that wait but are not in line: their adapter is loading, or they were preempted and their reader is
+            slow.
         num_queued_tokens: Prompt tokens of all its requests that wait.
         is_active: Whether it counts: something of it runs or could.
         num_hungry: Steps in a row in which it waited although it holds less than its share.
-        lacks_pages: Whether its next request lacked pages in this step.
+        lacks: What the first of its requests that was passed over in the last step lacked.
     """
 
     __slots__ = (
         "in_heap",
         "is_active",
-        "lacks_pages",
+        "lacks",
         "name",
         "num_hungry",
         "num_parked",
@@ -63,7 +64,7 @@ class Account:
         self.num_hungry = 0
         self.is_active = False
         self.in_heap = False
-        self.lacks_pages = False
+        self.lacks: Lack | None = None
 
     @property
     def is_backlogged(self) -> bool:
@@ -108,9 +109,9 @@ class Tenants:
         return (account for account in self._accounts.values() if account.is_active)
 
     @property
-    def parked_versions(self) -> Iterator[str]:
-        """Versions that requests wait for, first asked for first."""
-        return iter(self._parked)
+    def parked_versions(self) -> Iterator[tuple[str, str]]:
+        """Versions that requests wait for, first asked for first, and the tenant that did."""
+        return ((version, next(iter(parked.sequences.values())).submit.tenant) for version, parked in self._parked.items())
 
     def queue_of(self, tenant: str) -> tuple[int, int]:
         """Returns how many requests of a tenant wait, for a load or for a turn, and how many prompt tokens they have."""
@@ -179,7 +180,7 @@ class Tenants:
         account = sequence.account
         if sequence in account.unfinished:
             account.unfinished.remove(sequence)
-        elif sequence in account.returning:
+        elif not sequence.is_parked and sequence in account.returning:
             account.returning.remove(sequence)
             account.num_parked += 1
             self._settle(account)
@@ -189,7 +190,7 @@ class Tenants:
         account = sequence.account
         if sequence.is_unfinished:
             account.unfinished.append(sequence)
-        elif sequence.phase is Phase.WAITING:
+        elif sequence.phase is Phase.WAITING and not sequence.is_parked:
             account.num_parked -= 1
             bisect.insort(account.returning, sequence, key=_order)
             self._activate(account, None)
@@ -201,7 +202,10 @@ class Tenants:
         parked = self._parked.get(version)
         if parked is None:
             parked = self._parked[version] = _Parked(self.least())
-        account.waiting.remove(sequence)
+        if sequence.order < 0:
+            account.waiting.remove(sequence)
+        else:
+            account.returning.remove(sequence)
         parked.sequences[sequence.submit.request_id] = sequence
         account.num_parked += 1
         sequence.is_parked = True
@@ -214,9 +218,14 @@ class Tenants:
             return None
         for sequence in reversed(parked.sequences.values()):
             account = sequence.account
-            account.num_parked -= 1
             sequence.is_parked = False
-            account.waiting.push(sequence, front=True)
+            if sequence.paused:
+                continue
+            account.num_parked -= 1
+            if sequence.order < 0:
+                account.waiting.push(sequence, front=True)
+            else:
+                bisect.insort(account.returning, sequence, key=_order)
             self._activate(account, parked.since)
         return next(iter(parked.sequences.values())).account
 

@@ -13,11 +13,11 @@ from kernels.rows import aligned_rank
 class Adapters(Protocol):
     """What the scheduler needs to know of adapters on the device."""
 
-    def acquire(self, version: str) -> Lease | None:
+    def acquire(self, version: str, tenant: str = "", *, weight: int = 1) -> Lease | None:
         """Takes a lease, or returns None when the version is not on the device; then it is remembered as wanted."""
 
-    def release(self, lease: Lease) -> None:
-        """Gives a lease back."""
+    def release(self, lease: Lease, *, served: int = 0) -> None:
+        """Gives a lease back, under which so many tokens were computed."""
 
     def withdraw(self, version: str) -> None:
         """Notes that nobody waits for a version any more."""
@@ -27,6 +27,15 @@ class Adapters(Protocol):
 
     def is_starved(self, version: str) -> bool:
         """Whether the version could be loaded but for the slots and bytes that leases hold."""
+
+    def reserve(self, version: str) -> None:
+        """Lets a wanted version have the next slot and bytes that come free."""
+
+    def evict(self, version: str) -> None:
+        """Gives out no more leases of a version, whose copy goes with the last of them; it may be loaded again."""
+
+    def excess_of(self, tenant: str) -> float:
+        """Returns by how much a tenant's adapters take more of the arena than its share; below 0 it may have more."""
 
 
 class Leases:
@@ -49,7 +58,8 @@ class Leases:
 
     def take(self, sequence: Sequence, version: str, missed: set[str]) -> bool:
         """Gives a sequence its lease and returns True; versions that are not on the device are added to `missed`."""
-        lease = self._adapters.acquire(version)
+        submit = sequence.submit
+        lease = self._adapters.acquire(version, submit.tenant, weight=submit.weight)
         if lease is None:
             missed.add(version)
             return False
@@ -62,6 +72,7 @@ class Leases:
         self.active[version] = self.active.get(version, 0) + 1
         sequence.lease = lease
         sequence.rank_rows = rows
+        self.expect_less(version)
         return True
 
     def give_back(self, sequence: Sequence) -> None:
@@ -74,22 +85,27 @@ class Leases:
         if not self.active[lease.version]:
             del self.active[lease.version]
             self._rank_rows -= sequence.rank_rows
-        self._adapters.release(lease)
+        self._adapters.release(lease, served=sequence.num_charged)
+
+    def withhold(self, sequence: Sequence) -> None:
+        """Ends the lease of a sequence that waits; from then on it waits for its adapter again."""
+        if sequence.lease is not None:
+            self.expect(sequence.lease.version)
+            self.give_back(sequence)
 
     def expect(self, version: str | None) -> None:
         """Counts one request more that waits for a version; None is the base, which is always there."""
         if version is not None:
             self._awaited[version] = self._awaited.get(version, 0) + 1
 
-    def expect_less(self, version: str | None, *, withdraw: bool) -> None:
-        """Counts one request less; after the last one, says if told so that nobody waits for the version."""
+    def expect_less(self, version: str | None) -> None:
+        """Counts one request less; after the last one nobody waits for the version."""
         if version is None:
             return
         self._awaited[version] -= 1
         if not self._awaited[version]:
             del self._awaited[version]
-            if withdraw:
-                self._adapters.withdraw(version)
+            self._adapters.withdraw(version)
 
     def arrived(self) -> Mapping[str, int]:
         """Returns the versions that may have come to the device since the last call, with the bytes that were copied."""
@@ -98,3 +114,15 @@ class Leases:
     def is_starved(self, version: str) -> bool:
         """Whether the version could be loaded but for the slots and bytes that leases hold."""
         return self._adapters.is_starved(version)
+
+    def reserve(self, version: str) -> None:
+        """Lets a version that is waited for have the next room on the device."""
+        self._adapters.reserve(version)
+
+    def evict(self, version: str) -> None:
+        """Lets a version leave the device with the last lease on it."""
+        self._adapters.evict(version)
+
+    def excess_of(self, tenant: str) -> float:
+        """Returns by how much a tenant's adapters take more of the arena than its share; below 0 it may have more."""
+        return self._adapters.excess_of(tenant)

@@ -8,8 +8,9 @@ from collections.abc import Sequence as Seq
 
 from dataplane.engine.fairness import Account, Tenants
 from dataplane.engine.kv_cache import PagePool
+from dataplane.engine.leases import Leases
 from dataplane.engine.limits import Limits
-from dataplane.engine.sequence import Phase, Sequence
+from dataplane.engine.sequence import Lack, Phase, Sequence
 
 
 class Relief:
@@ -21,31 +22,52 @@ class Relief:
         tenants: Its tenants.
         seats: Its free seats; read only.
         running: Sequences that hold a seat, oldest first; read only.
+        leases: Its leases; asked who holds how much of the arena.
     """
 
-    def __init__(self, limits: Limits, pool: PagePool, tenants: Tenants, *, seats: Seq[int], running: Seq[Sequence]) -> None:
+    def __init__(
+        self, limits: Limits, pool: PagePool, tenants: Tenants, *, seats: Seq[int], running: Seq[Sequence], leases: Leases
+    ) -> None:
         self._limits = limits
         self._pool = pool
         self._tenants = tenants
         self._seats = seats
         self._running = running
+        self._leases = leases
 
     def note_hunger(self) -> None:
         """Counts the steps in which a tenant waits although it holds less than its share of what it lacks."""
         if not self._tenants.num_waiting:
             return
         for account in self._tenants.active:
-            if not (account.waiting or account.returning):
-                account.num_hungry = 0
-            elif (account.lacks_pages and self._excess_of_pages(account) < 0) if self._seats else self._seats_due(account) > 0:
+            if (account.waiting or account.returning) and self._is_short(account):
                 account.num_hungry += 1
             else:
                 account.num_hungry = 0
 
-    def make_room(self, preempt: Callable[[Sequence], None], has_pages: Callable[[Sequence], bool]) -> list[Sequence]:
+    def _is_short(self, account: Account) -> bool:
+        """Whether a tenant whose requests wait holds less than its share of what they lack."""
+        if account.lacks is Lack.ARENA:
+            return self._leases.excess_of(account.name) < 0
+        if not self._seats:
+            return self._seats_due(account) > 0
+        return account.lacks is Lack.PAGES and self._excess_of_pages(account) < 0
+
+    def make_room(
+        self,
+        preempt: Callable[[Sequence], None],
+        has_pages: Callable[[Sequence], bool],
+        take_lease: Callable[[Sequence], None],
+    ) -> list[Sequence]:
         """Lets tenants give way that hold more than their share while another has waited below its own for too long.
 
-        Returns the requests for which room was made; they are tried first.
+        Args:
+            preempt: Takes seat and pages from a sequence.
+            has_pages: Says whether a sequence could have its pages.
+            take_lease: Takes its lease too.
+
+        Returns:
+            The requests for which room was made; they are tried first.
         """
         if not self._tenants.num_waiting:
             return []
@@ -54,6 +76,10 @@ class Relief:
             return []
         favoured: list[Sequence] = []
         for account in sorted(hungry, key=lambda account: account.service):
+            if account.lacks is Lack.ARENA:
+                account.num_hungry = 0  # the load takes a while; only then may another have to go
+                self._make_room_in_arena(account, take_lease)
+                continue
             waiting = itertools.chain(account.returning, account.waiting)
             for sequence in tuple(itertools.islice(waiting, max(0, self._seats_due(account)))):
                 if not self._make_room_for(sequence, preempt, has_pages, num_before=len(favoured)):
@@ -91,6 +117,43 @@ class Relief:
             if over / account.weight > most and newest.phase is Phase.RUNNING:
                 most, victim = over / account.weight, newest
         return victim
+
+    def _make_room_in_arena(self, account: Account, take_lease: Callable[[Sequence], None]) -> None:
+        """Takes one adapter off the device, with the leases on it, and keeps its room for what a tenant waits for."""
+        victims = self._arena_victims(account)
+        if not victims or victims[0].lease is None:
+            return
+        waiting = (one.submit.version for one in itertools.chain(account.returning, account.waiting) if one.lease is None)
+        starved = next((version for version in waiting if version is not None and self._leases.is_starved(version)), None)
+        if starved is None:
+            return
+        self._leases.reserve(starved)
+        self._leases.evict(victims[0].lease.version)
+        for sequence in victims:
+            take_lease(sequence)
+
+    def _arena_victims(self, beneficiary: Account) -> list[Sequence]:
+        """Returns who must give leases back so that a copy of the tenant most above its share of the arena can go.
+
+        They are all that use the version of its newest request; the version of its oldest one stays, and one that another
+        tenant uses too, since taking that would free nothing.
+        """
+        above = [
+            (excess / account.weight, account)
+            for account in self._tenants.active
+            if account is not beneficiary and (excess := self._leases.excess_of(account.name)) > 0
+        ]
+        for _, account in sorted(above, key=lambda entry: -entry[0]):
+            holders = [one for one in (*account.running, *account.returning) if one.phase is not Phase.ENDED]
+            holders.sort(key=lambda sequence: -sequence.order)
+            users: dict[str, list[Sequence]] = {}
+            for sequence in holders:
+                if sequence.lease is not None:
+                    users.setdefault(sequence.lease.version, []).append(sequence)
+            for version, sequences in users.items():
+                if sequences[-1] is not holders[-1] and len(sequences) == self._leases.active[version]:
+                    return sequences
+        return []
 
     def _seats_due(self, account: Account) -> int:
         """Returns how many seats a tenant may still claim; below 0 it holds more than its share."""

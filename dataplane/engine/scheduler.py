@@ -43,8 +43,8 @@ class Scheduler:
         self._tenants = Tenants()
         self._admission = Admission(limits, self._tenants)
         self.prefix = PrefixCache(pool)
-        self._seating = Seating(limits, pool, self._tenants, prefix=self.prefix)
         self._leases = Leases(adapters, max_rank_rows=limits.max_step_rank_rows)
+        self._seating = Seating(limits, pool, self._tenants, prefix=self.prefix, leases=self._leases)
         self._prefill = Prefill(limits, self._tenants, self._seating, leases=self._leases)
         self._in_flight: deque[tuple[Plan, tuple[Sequence, ...], float]] = deque()
 
@@ -150,7 +150,7 @@ class Scheduler:
         """Plans a step, or returns None when nothing can run."""
         self._prefill.wake()
         seating = self._seating
-        favoured = seating.relief.make_room(seating.preempt, seating.has_pages)
+        favoured = seating.make_room()
         draft = Draft(self._limits, self._leases.active)
         draft.add_single(seating, page_size=self._pool.page_size)
         self._prefill.fill(draft, favoured)
@@ -235,7 +235,7 @@ class Scheduler:
         if sequence.phase is Phase.WAITING:
             self._tenants.discard(sequence)
         if sequence.lease is None:
-            self._leases.expect_less(sequence.submit.version, withdraw=True)
+            self._leases.expect_less(sequence.submit.version)
         sequence.phase = Phase.ENDED
         if sequence.in_flight == 0:
             self._give_back(sequence)

@@ -6,6 +6,7 @@ import bisect
 
 from dataplane.engine.fairness import Tenants
 from dataplane.engine.kv_cache import PagePool
+from dataplane.engine.leases import Leases
 from dataplane.engine.limits import Limits
 from dataplane.engine.prefix_cache import PrefixCache
 from dataplane.engine.relief import Relief
@@ -20,6 +21,7 @@ class Seating:
         pool: Its pages.
         tenants: Its tenants.
         prefix: Its prefix cache.
+        leases: Its leases.
 
     Attributes:
         running: Sequences that hold a seat, oldest first; others only read it.
@@ -27,14 +29,19 @@ class Seating:
         relief: Who gives way.
     """
 
-    def __init__(self, limits: Limits, pool: PagePool, tenants: Tenants, *, prefix: PrefixCache) -> None:
+    def __init__(self, limits: Limits, pool: PagePool, tenants: Tenants, *, prefix: PrefixCache, leases: Leases) -> None:
         self._pool = pool
         self._tenants = tenants
         self._prefix = prefix
+        self._leases = leases
         self._num_admitted = 0
         self.running: list[Sequence] = []
         self.seats = list(range(limits.max_sequences - 1, -1, -1))
-        self.relief = Relief(limits, pool, tenants, seats=self.seats, running=self.running)
+        self.relief = Relief(limits, pool, tenants, seats=self.seats, running=self.running, leases=leases)
+
+    def make_room(self) -> list[Sequence]:
+        """Lets tenants above their shares give way; see `Relief.make_room`."""
+        return self.relief.make_room(self.preempt, self.has_pages, self._take_lease)
 
     def has_pages(self, sequence: Sequence) -> bool:
         """Whether all known tokens and one more fit while every running sequence can still get a page."""
@@ -56,7 +63,6 @@ class Seating:
             sequence.order = self._num_admitted
             self._num_admitted += 1
         self._tenants.start(sequence)
-        sequence.account.lacks_pages = False
         sequence.phase = Phase.RUNNING
         sequence.is_unfinished = True
         sequence.seat = self.seats.pop()
@@ -91,16 +97,27 @@ class Seating:
             self.requeue(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Sends a preempted sequence back: it keeps its lease and recomputes later what the cache does not have.
+        """Sends a preempted sequence back: it recomputes later what the cache does not have.
 
-        One that ran without its adapter waits as if it had not run yet.
+        It keeps its lease, unless that is what it was preempted for, or its reader is slow and it may stand aside for long. One
+        that ran without its adapter waits as if it had not run yet.
         """
         if sequence.is_ahead:
             sequence.is_ahead, sequence.num_ahead, sequence.order = False, 0, -1
         self.leave(sequence, returns=True)
-        sequence.preempting = False
+        if sequence.yields or sequence.paused:
+            self._leases.withhold(sequence)
+        sequence.preempting = sequence.yields = False
         sequence.num_scheduled = 0
         sequence.phase = Phase.WAITING
+
+    def _take_lease(self, sequence: Sequence) -> None:
+        """Ends the lease of a sequence, which waits from then on."""
+        if sequence.phase is Phase.RUNNING:
+            sequence.yields = True
+            self.preempt(sequence)
+        else:
+            self._leases.withhold(sequence)
 
     def leave(self, sequence: Sequence, *, returns: bool) -> None:
         """Frees pages and seat, if it has one; `returns` says that the sequence waits again."""

@@ -26,6 +26,18 @@ class Phase(enum.Enum):
     ENDED = "ended"
 
 
+class Lack(enum.Enum):
+    """What keeps a waiting sequence from starting."""
+
+    PAGES = "pages"
+    RANK_ROWS = "rank_rows"
+    ARENA = "arena"
+    """Its image is in host memory and finds no room on the device."""
+    IMAGE = "image"
+    """Its image is on the way to the device."""
+    TURN = "turn"
+
+
 class Sequence:
     """The one owner of a request's KV pages, seat and adapter lease. The scheduler alone changes it.
 
@@ -56,8 +68,9 @@ class Sequence:
         rank_rows: Rank rows that its adapter takes in a step.
         num_named: Pages whose contents are committed and which have their names.
         seat: Row in per-sequence device state; -1 when it has none.
-        lease: Held from admission to the end; None for the base.
+        lease: Held from admission to the end, unless it yields it to a tenant below its share; None for the base.
         preempting: Its pages go back as soon as nothing is in flight.
+        yields: Its lease goes with them.
         plain: Whether its sampling is plain.
         mask: What its grammar allows; None without a grammar.
         paused: Its reader is slow: it is not scheduled.
@@ -100,6 +113,7 @@ class Sequence:
         "seat",
         "submit",
         "tokens",
+        "yields",
     )
 
     def __init__(
@@ -137,6 +151,7 @@ class Sequence:
         self.lease: Lease | None = None
         self.phase = Phase.WAITING
         self.preempting = False
+        self.yields = False
         self.passes = 0
         self.plain = submit.sampling.is_plain
         self.mask = mask

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
+from dataplane.lora.holdings import Counters, Evicted, Holding, LoadPlan, Place
+from dataplane.lora.shares import Shares
 from dataplane.lora.units import Extent, Units
 from veneer.errors import ResourceExhaustedError
-
-Place = Literal["host", "loading", "device"]
 
 
 class DoesNotFitError(ResourceExhaustedError):
@@ -36,71 +35,6 @@ class Lease:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """A version that lost its device copy, and the slot that it had."""
-
-    version: str
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """A load to carry out: copy the image to the extents, publish the slot, then `commit`; or `fail`.
-
-    Attributes:
-        version: What to load.
-        slot: Where it will be found.
-        extents: Which units take it.
-        evicted: What made room. Its slots and units count as free already, and some of them are in this plan.
-    """
-
-    version: str
-    slot: int
-    extents: tuple[Extent, ...]
-    evicted: tuple[Evicted, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """One version in memory.
-
-    Attributes:
-        version: The version.
-        place: `host` (image in host memory only), `loading`, or `device`.
-        rank: Largest rank.
-        size_bytes: Bytes of the image.
-        leases: Leases held.
-        epoch: Number of its last load; 0 before the first.
-    """
-
-    version: str
-    place: Place
-    rank: int
-    size_bytes: int
-    leases: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """What happened since the start.
-
-    Attributes:
-        hits: Leases given.
-        misses: Versions that became wanted.
-        loads: Loads committed.
-        failures: Loads failed.
-        evictions: Device copies that made room for others.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    loads: int = 0
-    failures: int = 0
-    evictions: int = 0
-
-
 @dataclass(slots=True)
 class _Entry:
     version: str
@@ -111,26 +45,43 @@ class _Entry:
     slot: int = -1
     extents: tuple[Extent, ...] = ()
     epoch: int = 0
-    leases: set[int] = field(default_factory=set)
+    leases: dict[int, str] = field(default_factory=dict)
+    """Tenants by the number of their lease."""
+    tenant: str = ""
+    """Who pays for the copy: the tenant that asked for it, then whoever used it last."""
     used_at: int = 0
-    claimed: bool = False
-    """Loaded for a waiting request that has not taken its lease yet."""
+    served: int = 0
+    """Tokens served since it was loaded."""
+    awaited: bool = False
+    """Requests that have no lease yet wait for it."""
     dropped: bool = False
     """To be freed as soon as nobody needs it."""
+    leaving: bool = False
+    """The same, but it may be loaded again."""
+
+    @property
+    def num_units(self) -> int:
+        """Units that its copy takes."""
+        return sum(extent.num_units for extent in self.extents)
 
 
 @dataclass(slots=True)
 class _Want:
+    tenant: str
+    """Who asked first."""
     passed_over: int = 0
-    """Loads that went first since there was no room for this one."""
+    """Loads that went first although this one was asked for before them."""
 
 
 class Residency:
     """States of all versions: absent → host → loading → device → host → absent.
 
-    A version on the device keeps its slot and units while one lease is held or while a request that waited for it has yet to take
-    its lease; of the others the one least recently used makes room first. Where a wanted version finds no room, later ones go
-    first, `max_passed_over` times at most; then they wait too, so that a large adapter is not starved by small ones.
+    A version on the device keeps its slot and units while a lease is held, and for a quantum of served tokens while requests wait
+    for it, so that two versions do not push each other out. Of the others those of the tenant most above its share of the units
+    make room first, then the least recently used (see `Shares`); against a tenant below its share, one above has no quantum.
+
+    The tenant that holds least for its weight is loaded first. So one wanted version may go before another that was wanted
+    earlier, `max_passed_over` times at most; then the earlier one has the next room, whatever its quantum, and all others wait.
 
     Any thread may call any method: scheduler and prefetcher meet here.
 
@@ -139,15 +90,20 @@ class Residency:
         num_units: Units of the arena.
         unit_bytes: Bytes of a unit.
         max_passed_over: How often others may go first.
+        quantum_tokens: Tokens that a loaded version serves before it gives way while requests wait for it.
     """
 
-    def __init__(self, max_slots: int, *, num_units: int, unit_bytes: int, max_passed_over: int = 16) -> None:
+    def __init__(
+        self, max_slots: int, *, num_units: int, unit_bytes: int, max_passed_over: int = 16, quantum_tokens: int = 256
+    ) -> None:
         self._lock = threading.Lock()
         self._units = Units(num_units, unit_bytes=unit_bytes)
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._entries: dict[str, _Entry] = {}
         self._wants: dict[str, _Want] = {}
+        self._shares = Shares(num_units)
         self._max_passed_over = max_passed_over
+        self._quantum_tokens = quantum_tokens
         self._clock = 0
         self._epoch = 0
         self._lease_id = 0
@@ -191,44 +147,84 @@ class Residency:
             entry.dropped = entry.dropped or drop_device
             return self._settle(entry)
 
-    def acquire(self, version: str) -> Lease | None:
+    def want(self, version: str, tenant: str = "", *, weight: int = 1) -> bool:
+        """Notes that a request of a tenant waits for a version, until `withdraw`; returns whether the device has it."""
+        with self._lock:
+            entry = self._find(version, tenant, weight)
+            if entry is not None:
+                entry.awaited = True
+            return entry is not None
+
+    def acquire(self, version: str, tenant: str = "", *, weight: int = 1) -> Lease | None:
         """Takes a lease on a version's device copy, or returns None and remembers it as wanted.
 
-        Whoever got None calls again later, or `withdraw` when it no longer waits and nobody else does.
+        Whoever got None calls again later. Once nobody waits for the version any more, `withdraw` says so.
+
+        Args:
+            version: Digest of the version.
+            tenant: Who uses it, and pays for the copy.
+            weight: That tenant's share relative to others.
         """
         with self._lock:
-            entry = self._entries.get(version)
-            if entry is None or entry.place != "device" or entry.dropped:
-                if version not in self._wants:
-                    self._wants[version] = _Want()
-                    self._misses += 1
+            entry = self._find(version, tenant, weight)
+            if entry is None:
                 return None
             self._lease_id += 1
-            entry.leases.add(self._lease_id)
-            entry.claimed = False
+            entry.leases[self._lease_id] = tenant
+            self._shares.claim(tenant, weight=weight)
+            self._charge(entry, tenant)
             self._touch(entry)
             self._hits += 1
             return Lease(self._lease_id, version, entry.slot, entry.rank, entry.epoch)
 
-    def release(self, lease: Lease) -> bool:
+    def release(self, lease: Lease, *, served: int = 0) -> bool:
         """Gives a lease back, once.
 
+        Args:
+            lease: The lease.
+            served: Tokens that were computed under it.
+
         Returns:
-            Whether a device copy that was to be dropped was freed now.
+            Whether a device copy that was to go was freed now.
         """
         with self._lock:
             entry = self._entries[lease.version]
             assert lease.lease_id in entry.leases, "a lease is released once"
-            entry.leases.remove(lease.lease_id)
+            self._shares.disclaim(entry.leases.pop(lease.lease_id))
+            entry.served += served
             self._touch(entry)
             return self._settle(entry)
 
     def withdraw(self, version: str) -> None:
         """Notes that no request waits for a version any more: it is neither loaded nor kept for a lease to come."""
         with self._lock:
-            self._wants.pop(version, None)
+            self._unwant(version)
             if entry := self._entries.get(version):
-                entry.claimed = False
+                entry.awaited = False
+
+    def reserve(self, version: str) -> None:
+        """Lets a wanted version have the next room: nothing else is loaded before it."""
+        with self._lock:
+            if want := self._wants.get(version):
+                want.passed_over = max(want.passed_over, self._max_passed_over)
+
+    def evict(self, version: str) -> bool:
+        """Frees a version's device copy as soon as no lease is held, and gives out no more; it may be loaded again.
+
+        Returns:
+            Whether it was freed now.
+        """
+        with self._lock:
+            entry = self._entries.get(version)
+            if entry is None or entry.place != "device":
+                return False
+            entry.leaving = True
+            return self._settle(entry)
+
+    def excess_of(self, tenant: str) -> float:
+        """Returns by how many units a tenant is above its share; 0 for one that has none: it neither holds a lease nor waits."""
+        with self._lock:
+            return self._shares.excess(tenant) if self._shares.has(tenant) else 0.0
 
     def wanted(self) -> tuple[str, ...]:
         """Returns the versions that were missed and not loaded since, first missed first."""
@@ -241,24 +237,20 @@ class Residency:
             return tuple(version for version in self._wants if version not in self._entries or self._is_missing(version))
 
     def next_load(self) -> LoadPlan | None:
-        """Picks the first wanted version whose image is in host memory and for which there is or can be made room.
+        """Picks a wanted version whose image is in host memory and for which there is or can be made room.
 
         Its state becomes `loading`; the caller ends that by `commit` or `fail`. Nothing is evicted unless the load fits then.
         """
         with self._lock:
-            for version, want in self._wants.items():
-                entry = self._entries.get(version)
-                if entry is None or not entry.in_host or entry.place != "host" or entry.dropped:
-                    continue
-                plan = self._plan(entry)
+            waiting = [version for version in self._wants if self._is_loadable(version)]
+            due = [version for version in waiting if self._is_due(version)]
+            order = due[:1] or sorted(waiting, key=lambda version: self._shares.load(self._wants[version].tenant))
+            for version in order:
+                plan = self._plan(self._entries[version], self._wants[version])
                 if plan is not None:
-                    for earlier, passed in self._wants.items():
-                        if earlier == version:
-                            break
-                        passed.passed_over += self._is_loadable(earlier)
+                    for earlier in waiting[: waiting.index(version)]:
+                        self._wants[earlier].passed_over += 1
                     return plan
-                if want.passed_over >= self._max_passed_over:
-                    return None
             return None
 
     def commit(self, plan: LoadPlan) -> int | None:
@@ -271,8 +263,8 @@ class Residency:
             entry = self._loading(plan)
             self._epoch += 1
             self._loads += 1
-            entry.place, entry.epoch = "device", self._epoch
-            entry.claimed = self._wants.pop(plan.version, None) is not None
+            entry.place, entry.epoch, entry.served = "device", self._epoch, 0
+            entry.awaited = self._unwant(plan.version)
             self._touch(entry)
             return None if self._settle(entry) else entry.epoch
 
@@ -288,9 +280,11 @@ class Residency:
             entry = self._loading(plan)
             self._failures += 1
             self._free(entry)
-            want = self._wants.pop(plan.version, None)
-            if retry and want is not None:
-                self._wants[plan.version] = want
+            want = self._wants.get(plan.version)
+            if want is not None and retry:
+                self._wants[plan.version] = self._wants.pop(plan.version)
+            else:
+                self._unwant(plan.version)
             entry.in_host = entry.in_host and retry
             self._settle(entry)
 
@@ -315,33 +309,83 @@ class Residency:
         with self._lock:
             return self._units.num_units - self._units.free
 
-    def _plan(self, entry: _Entry) -> LoadPlan | None:
+    def _plan(self, entry: _Entry, want: _Want) -> LoadPlan | None:
         """Takes a slot and units for a load, evicting until it fits; or changes nothing and returns None."""
-        victims = sorted(
-            (other for other in self._entries.values() if other.place == "device" and not other.leases and not other.claimed),
-            key=lambda other: other.used_at,
-        )
-        units = self._units.copy()
-        count = 0
+        units, needed = self._units.copy(), self._units.needed(entry.blocks)
         extents = units.take(entry.blocks) if self._free_slots else None
-        while extents is None and count < len(victims):
-            units.give(victims[count].extents)
-            count += 1
-            extents = units.take(entry.blocks)
+        victims: list[_Entry] = []
+        if extents is None:
+            idle = self._idle_copies(want)
+            if units.free + sum(copy.num_units for copy in idle) < needed:
+                return None
+            for victim in self._shares.in_order(idle, loader=want.tenant, more=needed):
+                victims.append(victim)
+                units.give(victim.extents)
+                extents = units.take(entry.blocks)
+                if extents is not None:
+                    break
         if extents is None:
             return None
-        evicted = tuple(Evicted(victim.version, victim.slot) for victim in victims[:count])
-        for victim in victims[:count]:
+        evicted = tuple(Evicted(victim.version, victim.slot) for victim in victims)
+        for victim in victims:
             self._free(victim)
             self._evictions += 1
             self._forget_if_gone(victim)
         self._units = units
         entry.slot, entry.extents, entry.place = self._free_slots.pop(), extents, "loading"
+        entry.tenant = want.tenant
+        self._shares.charge(entry.tenant, entry.num_units)
         return LoadPlan(entry.version, entry.slot, extents, evicted)
+
+    def _idle_copies(self, want: _Want) -> list[_Entry]:
+        """Returns the copies that may make room for a wanted version, least recently used first."""
+        is_due = want.passed_over >= self._max_passed_over
+        is_below = self._shares.excess(want.tenant) < 0
+        idle = [
+            copy
+            for copy in self._entries.values()
+            if copy.place == "device"
+            and not copy.leases
+            and (
+                not copy.awaited
+                or copy.served >= self._quantum_tokens
+                or is_due
+                or (is_below and self._shares.is_above(copy.tenant))
+            )
+        ]
+        return sorted(idle, key=lambda copy: copy.used_at)
+
+    def _find(self, version: str, tenant: str, weight: int) -> _Entry | None:
+        """Returns a version's device copy, or None after remembering it as wanted."""
+        entry = self._entries.get(version)
+        if entry is not None and entry.place == "device" and not entry.dropped and not entry.leaving:
+            return entry
+        if version not in self._wants:
+            self._wants[version] = _Want(tenant)
+            self._shares.claim(tenant, weight=weight)
+            self._misses += 1
+        return None
+
+    def _unwant(self, version: str) -> bool:
+        want = self._wants.pop(version, None)
+        if want is None:
+            return False
+        self._shares.disclaim(want.tenant)
+        return True
+
+    def _charge(self, entry: _Entry, tenant: str) -> None:
+        """Makes a tenant pay for a copy."""
+        if entry.tenant != tenant:
+            self._shares.charge(entry.tenant, -entry.num_units)
+            self._shares.charge(tenant, entry.num_units)
+            entry.tenant = tenant
 
     def _is_loadable(self, version: str) -> bool:
         entry = self._entries.get(version)
-        return entry is not None and entry.in_host and entry.place == "host"
+        return entry is not None and entry.in_host and entry.place == "host" and not entry.dropped
+
+    def _is_due(self, version: str) -> bool:
+        return self._wants[version].passed_over >= self._max_passed_over
 
     def _is_missing(self, version: str) -> bool:
         entry = self._entries[version]
@@ -353,17 +397,20 @@ class Residency:
         return entry
 
     def _settle(self, entry: _Entry) -> bool:
-        """Frees a dropped device copy that nobody uses; forgets an entry that is nowhere."""
-        freed = entry.dropped and entry.place == "device" and not entry.leases
+        """Frees a device copy that is to go and that nobody uses; forgets an entry that is nowhere."""
+        freed = (entry.dropped or entry.leaving) and entry.place == "device" and not entry.leases
         if freed:
+            self._evictions += entry.leaving
             self._free(entry)
         self._forget_if_gone(entry)
         return freed
 
     def _free(self, entry: _Entry) -> None:
         self._units.give(entry.extents)
+        self._shares.charge(entry.tenant, -entry.num_units)
         self._free_slots.append(entry.slot)
-        entry.slot, entry.extents, entry.place, entry.claimed = -1, (), "host", False
+        entry.slot, entry.extents, entry.place = -1, (), "host"
+        entry.awaited = entry.leaving = False
 
     def _forget_if_gone(self, entry: _Entry) -> None:
         if entry.place == "host" and not entry.in_host:

@@ -7,11 +7,13 @@ from typing import Any
 
 from dataplane.engine.intake import Intake
 from dataplane.engine.kv_cache import PagePool
+from dataplane.engine.leases import Adapters
 from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Sampling, Submit
 from dataplane.engine.plan import Outcome, Plan
 from dataplane.engine.scheduler import Scheduler
-from dataplane.lora.residency import Lease
+from dataplane.lora.holdings import LoadPlan
+from dataplane.lora.residency import Lease, Residency
 
 
 class FakeAdapters:
@@ -21,20 +23,28 @@ class FakeAdapters:
         self.resident = set() if resident is None else resident
         self.starved: set[str] = set()
         self.leases: dict[int, str] = {}
+        self.users: dict[int, str] = {}
+        self.weights: dict[str, int] = {}
+        self.reserved: list[str] = []
+        self.served = 0
+        self.num_slots = 8
         self.withdrawn: list[str] = []
         self._next = 0
         self.seen = set(self.resident)
         self.load_bytes = 0
 
-    def acquire(self, version: str) -> Lease | None:
+    def acquire(self, version: str, tenant: str = "", *, weight: int = 1) -> Lease | None:
+        self.weights[tenant] = weight
         if version not in self.resident:
             return None
         self._next += 1
         self.leases[self._next] = version
+        self.users[self._next] = tenant
         return Lease(self._next, version, sorted(self.resident).index(version), int(version.split("r")[1]), 1)
 
-    def release(self, lease: Lease) -> None:
-        del self.leases[lease.lease_id]
+    def release(self, lease: Lease, *, served: int = 0) -> None:
+        self.served += served
+        del self.leases[lease.lease_id], self.users[lease.lease_id]
 
     def withdraw(self, version: str) -> None:
         self.withdrawn.append(version)
@@ -46,6 +56,16 @@ class FakeAdapters:
 
     def is_starved(self, version: str) -> bool:
         return version in self.starved
+
+    def reserve(self, version: str) -> None:
+        self.reserved.append(version)
+
+    def evict(self, version: str) -> None:
+        self.resident.discard(version)
+
+    def excess_of(self, tenant: str) -> float:
+        held = len({version for lease, version in self.leases.items() if self.users[lease] == tenant})
+        return held - self.num_slots * self.weights.get(tenant, 1) / sum(self.weights.values())
 
 
 class Device:
@@ -144,7 +164,7 @@ def add(scheduler: Scheduler, request: Submit, now: float = 0.0) -> None:
     scheduler.add(request, now, chain=arrival.chain, keys=arrival.keys)
 
 
-def make(num_pages: int = 32, page_size: int = 4, adapters: FakeAdapters | None = None, **changes: Any) -> Scheduler:
+def make(num_pages: int = 32, page_size: int = 4, adapters: Adapters | None = None, **changes: Any) -> Scheduler:
     return Scheduler(limits(**changes), PagePool(num_pages, page_size), adapters or FakeAdapters())
 
 
@@ -205,3 +225,36 @@ def assert_idle(scheduler: Scheduler, adapters: FakeAdapters | None = None) -> N
     assert sorted(scheduler._seating.seats) == list(range(scheduler._limits.max_sequences))
     if adapters is not None:
         assert adapters.leases == {}
+
+
+class ArenaAdapters:
+    """A real residency whose images all lie in host memory; a load takes one turn. Rank = the number in a version's name."""
+
+    def __init__(self, num_units: int, *, versions: dict[str, int], max_slots: int = 9, quantum_tokens: int = 8) -> None:
+        self.residency = Residency(max_slots, num_units=num_units, unit_bytes=1, quantum_tokens=quantum_tokens)
+        self.acquire, self.want = self.residency.acquire, self.residency.want
+        self.release, self.withdraw = self.residency.release, self.residency.withdraw
+        self.reserve, self.evict, self.excess_of = self.residency.reserve, self.residency.evict, self.residency.excess_of
+        for version, units in versions.items():
+            self.residency.stage(version, rank=int(version.split("r")[1]), blocks=[1] * units)
+        self._loading: LoadPlan | None = None
+        self._blocked = False
+
+    def arrived(self) -> dict[str, int]:
+        plan = self._loading
+        if plan is not None:
+            self.residency.commit(plan)
+        self._loading = self.residency.next_load()
+        self._blocked = self._loading is None
+        return {} if plan is None else {plan.version: 0}
+
+    def is_starved(self, version: str) -> bool:
+        return self._blocked and version in self.residency.wanted()
+
+    @property
+    def resident(self) -> set[str]:
+        return {holding.version for holding in self.residency.holdings() if holding.place == "device"}
+
+    @property
+    def num_leases(self) -> int:
+        return sum(holding.leases for holding in self.residency.holdings())

@@ -138,6 +138,7 @@ def test_no_room_because_of_leases_is_starvation_until_one_goes(make: Callable[.
     harness.settle_until(lambda: harness.is_resident("v"))
     lease = harness.adapters.acquire("v")
     assert lease is not None
+    harness.adapters.withdraw("v")
     assert harness.adapters.acquire("w") is None
     harness.adapters.settle()
     while not harness.adapters.is_starved("w"):
@@ -172,3 +173,23 @@ def test_a_miss_that_comes_up_in_planning_wakes_the_step_loop_once(make: Callabl
     assert Wanted("late") in harness.adapters.settle()
     assert harness.adapters.acquire("late") is None
     assert not harness.wake.is_set()
+
+
+def test_a_version_that_must_leave_goes_with_its_last_lease_and_may_come_back(
+    make: Callable[..., Harness], tmp_path: Path
+) -> None:
+    harness = make()
+    harness.adapters.stage("v", image_file(tmp_path, "v", 3))
+    assert not harness.adapters.want("v")
+    harness.settle_until(lambda: harness.is_resident("v"))
+    leases = [harness.adapters.acquire("v") for _ in range(2)]
+    harness.adapters.evict("v")
+    assert harness.adapters.acquire("v") is None
+    for lease in leases:
+        assert lease is not None
+        assert harness.is_resident("v")
+        harness.adapters.release(lease)
+    assert not harness.is_resident("v")
+    harness.settle_until(lambda: harness.is_resident("v"))
+    assert Moved("v", "host") in harness.notes
+    assert harness.adapters.residency.counters.evictions == 1

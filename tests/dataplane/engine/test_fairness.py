@@ -16,7 +16,7 @@ from tests.dataplane.engine.driving import FakeAdapters, Loop, add, assert_idle,
 
 VERBS = st.lists(
     st.tuples(
-        st.sampled_from(["push", "start", "finish", "preempt", "discard", "park", "unpark", "charge"]),
+        st.sampled_from(["push", "start", "finish", "preempt", "discard", "park", "unpark", "charge", "pause", "resume"]),
         st.integers(0, 9),
         st.sampled_from(["x", "y", "z"]),
     ),
@@ -41,7 +41,8 @@ class Model:
         self.count = 0
 
     def active(self) -> set[str]:
-        return {item.submit.tenant for item in self.running} | {item.submit.tenant for item in self.waiting if not item.is_parked}
+        in_line = [item for item in self.waiting if not item.is_parked and not item.paused]
+        return {item.submit.tenant for item in (*self.running, *in_line)}
 
     def apply(self, verb: str, number: int, tenant: str) -> None:
         tenants = self.tenants
@@ -53,10 +54,10 @@ class Model:
         elif verb in ("start", "discard", "park") and self.waiting:
             item = self.waiting[number % len(self.waiting)]
             if verb == "park":
-                if not item.is_parked and item.order < 0:
+                if not item.is_parked and not item.paused:
                     tenants.park(item)
                 return
-            if verb == "start" and item.is_parked:
+            if verb == "start" and (item.is_parked or item.paused):
                 return
             self.waiting.remove(item)
             if verb == "discard":
@@ -73,6 +74,12 @@ class Model:
             if verb == "preempt":
                 item.phase = Phase.WAITING
                 self.waiting.append(item)
+        elif verb in ("pause", "resume"):
+            ran = [item for item in (*self.running, *self.waiting) if item.order >= 0 and item.paused is (verb == "resume")]
+            if ran:
+                item = ran[number % len(ran)]
+                item.paused = verb == "pause"
+                tenants.pause(item) if item.paused else tenants.resume(item)
         elif verb == "unpark":
             tenants.unpark(f"v{number % 3}")
         elif verb == "charge" and self.running:
@@ -95,7 +102,11 @@ class Model:
         firsts = list(dict.fromkeys(item.submit.tenant for item in order))
         services = [accounts[name].service for name in firsts]
         assert services == sorted(services), "fairest first"
-        assert not any(item.is_parked for item in order)
+        assert not any(item.is_parked or item.paused for item in order if item.phase is Phase.WAITING)
+        in_line = [item for item in self.waiting if not item.is_parked and not item.paused]
+        assert sorted(item.submit.request_id for item in order if item.phase is Phase.WAITING) == sorted(
+            item.submit.request_id for item in in_line
+        ) or any(account.unfinished for account in accounts.values())
 
 
 @settings(max_examples=300, deadline=None)

@@ -37,7 +37,7 @@ def test_failing_a_version_ends_its_waiting_requests_only() -> None:
     assert failed == [Failed("waits", "UNAVAILABLE", "no image")]
     assert scheduler.request_ids == ("runs", "other")
     scheduler.abort("other")
-    assert adapters.withdrawn == ["v1r3", "v2r3"]
+    assert adapters.withdrawn == ["v1r3", "v1r3", "v2r3"], "with a lease, with a failure, with an end nobody waits any more"
 
 
 def test_ended_requests_with_distant_deadlines_are_not_kept() -> None:

@@ -19,16 +19,17 @@ def stage(residency, version, units=1):
     residency.stage(version, rank=8, blocks=[UNIT] * units)
 
 
-def load(residency, version, units=1):
+def load(residency, version, units=1, tenant=""):
     """Brings a version to the device, as a request that waits for it does, and returns the lease."""
     stage(residency, version, units)
-    assert residency.acquire(version) is None
+    assert residency.acquire(version, tenant) is None
     plan = residency.next_load()
     assert plan is not None
     assert plan.version == version
     residency.commit(plan)
-    lease = residency.acquire(version)
+    lease = residency.acquire(version, tenant)
     assert lease is not None
+    residency.withdraw(version)
     return lease
 
 
@@ -88,6 +89,8 @@ def test_a_version_loaded_for_a_waiting_request_is_not_evicted_before_it_is_used
     residency.commit(residency.next_load())
     assert residency.next_load() is None
     residency.release(residency.acquire("a"))
+    assert residency.next_load() is None, "another request waits for it"
+    residency.withdraw("a")
     assert residency.next_load().version == "b"
 
 
@@ -134,6 +137,129 @@ def test_a_large_version_is_not_starved_by_small_ones():
     assert overtook == 3
     residency.release(held)
     assert residency.next_load().version == "large"
+
+
+def test_a_loaded_version_serves_its_quantum_before_others_take_its_place():
+    residency = make(max_slots=1, quantum_tokens=10)
+    for version in "ab":
+        stage(residency, version)
+        residency.acquire(version)
+    residency.commit(residency.next_load())
+    for served in (4, 5):
+        residency.release(residency.acquire("a"), served=served)
+        assert residency.next_load() is None, "others wait for it and it has served 9 of 10"
+    residency.release(residency.acquire("a"), served=1)
+    assert residency.next_load().version == "b"
+
+
+def test_what_nobody_waits_for_has_no_quantum_until_somebody_does_again():
+    residency = make(max_slots=1, quantum_tokens=10)
+    residency.release(load(residency, "a"), served=1)
+    stage(residency, "b")
+    residency.acquire("b")
+    assert residency.want("a")
+    assert residency.next_load() is None
+    residency.withdraw("a")
+    assert residency.next_load().version == "b"
+
+
+def test_two_versions_that_share_a_slot_are_loaded_once_a_quantum_and_not_once_a_request():
+    residency = make(max_slots=1, quantum_tokens=100)
+    waiting = dict.fromkeys("ab", 40)
+    for version in waiting:
+        stage(residency, version)
+    while any(waiting.values()):
+        here = [version for version in waiting if waiting[version] and residency.want(version)]
+        if (plan := residency.next_load()) is not None:
+            residency.commit(plan)
+            here = [plan.version]
+        version = here[0]
+        lease = residency.acquire(version)
+        waiting[version] -= 1
+        if not waiting[version]:
+            residency.withdraw(version)
+        residency.release(lease, served=10)
+    assert residency.counters.loads == 2 * 40 * 10 / 100
+
+
+def test_a_reserved_version_has_the_next_room_whatever_the_quantum():
+    residency = make(max_slots=1)
+    for version in "abc":
+        stage(residency, version)
+        residency.acquire(version)
+    residency.commit(residency.next_load())
+    assert residency.next_load() is None
+    residency.reserve("c")
+    assert residency.next_load().version == "c"
+
+
+def test_reserved_bytes_are_kept_for_a_large_version_until_they_are_enough():
+    residency = make(max_slots=9, num_units=4)
+    leases = [load(residency, f"held{number}") for number in range(4)]
+    stage(residency, "large", units=3)
+    residency.acquire("large")
+    stage(residency, "small")
+    residency.acquire("small")
+    residency.reserve("large")
+    for lease in leases[:2]:
+        residency.release(lease)
+        assert residency.next_load() is None, "the small one would fit"
+    residency.release(leases[2])
+    assert residency.next_load().version == "large"
+
+
+def test_the_tenant_that_holds_least_for_its_weight_is_loaded_first():
+    residency = make(max_slots=9, num_units=9)
+    for number in range(4):
+        stage(residency, f"x{number}")
+        residency.acquire(f"x{number}", "x", weight=2)
+    stage(residency, "y0")
+    residency.acquire("y0", "y")
+    order = []
+    while (plan := residency.next_load()) is not None:
+        order.append(plan.version)
+        residency.commit(plan)
+    assert order == ["x0", "y0", "x1", "x2", "x3"]
+
+
+def test_a_tenant_above_its_share_makes_room_first_and_others_keep_their_older_copies():
+    residency = make(max_slots=9, num_units=4)
+    keeps = load(residency, "mine", tenant="y")
+    residency.release(load(residency, "mine too", tenant="y"))
+    for number in range(3):
+        lease = load(residency, f"flood{number}", tenant="x")
+        residency.release(lease)
+    assert places(residency)["mine too"] == "device", "though it was used before all of the flood"
+    assert places(residency)["flood2"] == "device"
+    residency.release(keeps)
+
+
+def test_a_tenant_below_its_share_ends_the_quantum_of_one_above():
+    residency = make(max_slots=9, num_units=4)
+    held = load(residency, "own", tenant="x")
+    for number in range(3):
+        stage(residency, f"x{number}")
+        residency.want(f"x{number}", "x")
+        residency.commit(residency.next_load())
+    stage(residency, "more")
+    residency.want("more", "x")
+    assert residency.next_load() is None, "of one tenant none has served its quantum"
+    stage(residency, "y")
+    residency.want("y", "y")
+    plan = residency.next_load()
+    assert (plan.version, [evicted.version for evicted in plan.evicted]) == ("y", ["x0"])
+    residency.release(held)
+
+
+def test_a_copy_is_paid_by_who_used_it_last():
+    residency = make(max_slots=2, num_units=4)
+    first = load(residency, "a", units=3, tenant="x")
+    assert residency.excess_of("x") == 3 - 4
+    second = residency.acquire("a", "y")
+    assert (residency.excess_of("x"), residency.excess_of("y")) == (-2, 1)
+    for lease in (first, second):
+        residency.release(lease)
+    assert residency.excess_of("y") == 0, "who asks for nothing has no share to be above"
 
 
 def test_a_failed_load_frees_its_room_and_is_retried_last_or_forgotten():
@@ -228,7 +354,7 @@ def test_threads_that_acquire_load_and_release_leave_the_books_in_order():
                 lease = residency.acquire(version)
                 if lease is not None:
                     assert lease.version == version
-                    residency.release(lease)
+                    residency.release(lease, served=256)
                     taken += 1
         except BaseException as error:  # noqa: BLE001
             failures.append(error)
@@ -279,9 +405,9 @@ class AgainstAModel(RuleBasedStateMachine):
             del self.device[version]
         self.staged.discard(version)
 
-    @rule(target=leases, version=VERSIONS)
-    def acquire(self, version):
-        lease = self.residency.acquire(version)
+    @rule(target=leases, version=VERSIONS, tenant=st.sampled_from("xy"))
+    def acquire(self, version, tenant):
+        lease = self.residency.acquire(version, tenant, weight=1 + (tenant == "y"))
         if lease is None:
             self.wants.add(version)
             return multiple()
@@ -290,10 +416,14 @@ class AgainstAModel(RuleBasedStateMachine):
         self.held[lease.lease_id] = lease
         return lease
 
-    @rule(lease=consumes(leases))
-    def release(self, lease):
+    @rule(version=VERSIONS)
+    def reserve(self, version):
+        self.residency.reserve(version)
+
+    @rule(lease=consumes(leases), served=st.sampled_from([0, 300]))
+    def release(self, lease, served):
         del self.held[lease.lease_id]
-        if self.residency.release(lease):
+        if self.residency.release(lease, served=served):
             assert not self.leased(lease.version)
             del self.device[lease.version]
 
@@ -376,6 +506,9 @@ class AgainstAModel(RuleBasedStateMachine):
             for unit in range(extent.first_unit, extent.first_unit + extent.num_units)
         ]
         assert len(units) == len(set(units)) == self.residency.units_used
+        shares = self.residency._shares
+        assert sum(shares._held.values()) == len(units), "every unit is charged to somebody"
+        assert sum(shares._claims.values()) == len(self.held) + len(self.wants)
         assert set(units) <= set(range(6))
         assert set(slots) <= set(range(3))
 

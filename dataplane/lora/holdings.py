@@ -1,0 +1,75 @@
+"""What a residency tells: loads to carry out, what is where, what happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dataplane.lora.units import Extent
+
+Place = Literal["host", "loading", "device"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A version that lost its device copy, and the slot that it had."""
+
+    version: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """A load to carry out: copy the image to the extents, publish the slot, then `commit`; or `fail`.
+
+    Attributes:
+        version: What to load.
+        slot: Where it will be found.
+        extents: Which units take it.
+        evicted: What made room. Its slots and units count as free already, and some of them are in this plan.
+    """
+
+    version: str
+    slot: int
+    extents: tuple[Extent, ...]
+    evicted: tuple[Evicted, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One version in memory.
+
+    Attributes:
+        version: The version.
+        place: `host` (image in host memory only), `loading`, or `device`.
+        rank: Largest rank.
+        size_bytes: Bytes of the image.
+        leases: Leases held.
+        epoch: Number of its last load; 0 before the first.
+    """
+
+    version: str
+    place: Place
+    rank: int
+    size_bytes: int
+    leases: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What happened since the start.
+
+    Attributes:
+        hits: Leases given.
+        misses: Versions that became wanted.
+        loads: Loads committed.
+        failures: Loads failed.
+        evictions: Device copies that made room for others.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    loads: int = 0
+    failures: int = 0
+    evictions: int = 0

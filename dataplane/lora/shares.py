@@ -1,0 +1,101 @@
+"""Shares of the arena: how many units each tenant holds, and whose copies go first. Integers and floats only."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from typing import Protocol, TypeVar
+
+
+class Copy(Protocol):
+    """An adapter's copy on the device, charged to a tenant."""
+
+    @property
+    def tenant(self) -> str:
+        """Who pays for it."""
+
+    @property
+    def num_units(self) -> int:
+        """Units that it takes."""
+
+
+C = TypeVar("C", bound=Copy)
+
+
+class Shares:
+    """Units by tenant. Owned by one `Residency`.
+
+    Only tenants that hold a lease or wait for a load have a share: what others left behind goes by recency alone, so that no
+    memory is kept for those who do not ask for it.
+
+    Args:
+        num_units: Units of the arena.
+    """
+
+    def __init__(self, num_units: int) -> None:
+        self._num_units = num_units
+        self._held: Counter[str] = Counter()
+        self._claims: Counter[str] = Counter()
+        self._weights: dict[str, int] = {}
+
+    def charge(self, tenant: str, num_units: int) -> None:
+        """Charges units to a tenant; a negative number takes them off."""
+        self._held[tenant] += num_units
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+    def claim(self, tenant: str, *, weight: int) -> None:
+        """Notes that a tenant holds one lease more, or waits for one load more."""
+        self._claims[tenant] += 1
+        self._weights[tenant] = weight
+
+    def disclaim(self, tenant: str) -> None:
+        """Takes one of these back."""
+        self._claims[tenant] -= 1
+        if not self._claims[tenant]:
+            del self._claims[tenant], self._weights[tenant]
+
+    def excess(self, tenant: str, *, more: int = 0) -> float:
+        """Returns by how many units a tenant that has a share is above it, with `more` of them; below 0 it may have more."""
+        return self._held[tenant] + more - self._num_units * self._weights[tenant] / sum(self._weights.values())
+
+    def load(self, tenant: str) -> float:
+        """Returns what a tenant holds over its weight; who holds least is served first."""
+        return self._held[tenant] / self._weights[tenant]
+
+    def has(self, tenant: str) -> bool:
+        """Whether a tenant has a share."""
+        return tenant in self._weights
+
+    def is_above(self, tenant: str) -> bool:
+        """Whether a tenant has a share and holds more."""
+        return self.has(tenant) and self.excess(tenant) > 0
+
+    def in_order(self, copies: Iterable[C], *, loader: str, more: int) -> Iterator[C]:
+        """Yields copies in the order in which they go: of the tenant most above its share first, of one tenant in their order.
+
+        Once nobody is above, the rest in their order.
+
+        Args:
+            copies: Copies that may go, least recently used first.
+            loader: Tenant for which room is made.
+            more: Units that it will hold more.
+        """
+        rest = list(copies)
+        lines: defaultdict[str, deque[C]] = defaultdict(deque)
+        for copy in rest:
+            if copy.tenant in self._weights:
+                lines[copy.tenant].append(copy)
+        excess = {tenant: self.excess(tenant, more=more if tenant == loader else 0) for tenant in lines}
+        gone: set[int] = set()
+        while lines:
+            most = max(lines, key=lambda tenant: excess[tenant] / self._weights[tenant])
+            if excess[most] <= 0:
+                break
+            copy = lines[most].popleft()
+            if not lines[most]:
+                del lines[most]
+            excess[most] -= copy.num_units
+            gone.add(id(copy))
+            yield copy
+        yield from (copy for copy in rest if id(copy) not in gone)

@@ -1,0 +1,197 @@
+"""Who gives way: the arena's bytes, and that nobody within its share loses its oldest request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataplane.engine.sequence import Sequence
+from tests.dataplane.engine.driving import ArenaAdapters, Loop, add, assert_idle, expected, make, submit
+
+PROMPT = (7, 8, 9)
+
+
+def watch(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
+    """Returns the list that everybody who is preempted is put on."""
+    gone: list[Sequence] = []
+    seating = scheduler._seating
+    real = seating.preempt
+
+    def preempt(sequence: Sequence) -> None:
+        gone.append(sequence)
+        real(sequence)
+
+    monkeypatch.setattr(seating, "preempt", preempt)
+    return gone
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_load_below_its_tenants_share_takes_the_place_of_the_newest_of_the_tenant_most_above(
+    lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = ArenaAdapters(4, versions={"v1r3": 1, "v2r3": 1, "v3r3": 2, "m1r3": 2})
+    scheduler = make(num_pages=64, max_sequences=8, adapters=adapters, max_step_tokens=64)
+    loop = Loop(scheduler, lag=lag)
+    for i, version in enumerate(["v1r3", "v2r3", "v3r3", "v3r3", "v2r3"]):
+        add(scheduler, submit(f"x{i}", (i, *PROMPT), tenant="x", version=version, max_tokens=24))
+        for _ in range(4):
+            loop.turn()
+    assert scheduler.num_running == 5
+    gone = watch(scheduler, monkeypatch)
+    add(scheduler, submit("v", PROMPT, tenant="v", version="m1r3", max_tokens=2))
+    for _ in range(12):
+        loop.turn()
+        assert "x0" not in {sequence.submit.request_id for sequence in gone}, "the oldest stays"
+    assert loop.finished["v"] == "length"
+    assert {sequence.submit.request_id for sequence in gone} >= {"x4", "x1"}, "all who used the newest one's adapter"
+    loop.run()
+    for i in range(5):
+        assert loop.outputs[f"x{i}"] == expected((i, *PROMPT), 24, ())
+    assert adapters.num_leases == 0
+    assert_idle(scheduler)
+
+
+def test_copies_that_nobody_uses_go_before_anybody_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = ArenaAdapters(3, versions={"v1r3": 1, "v2r3": 1, "v3r3": 1, "m1r3": 1})
+    scheduler = make(num_pages=64, adapters=adapters)
+    loop = Loop(scheduler)
+    for version in ("v1r3", "v2r3", "v3r3"):
+        add(scheduler, submit(version, PROMPT, tenant="x", version=version, max_tokens=1 if version == "v2r3" else 25))
+    for _ in range(8):
+        loop.turn()
+    gone = watch(scheduler, monkeypatch)
+    add(scheduler, submit("v", PROMPT, tenant="v", version="m1r3", max_tokens=2))
+    for _ in range(8):
+        loop.turn()
+    assert loop.finished["v"] == "length"
+    assert adapters.resident == {"v1r3", "v3r3", "m1r3"}
+    assert gone == []
+
+
+def test_a_tenant_at_its_share_waits_for_room_and_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = ArenaAdapters(4, versions={f"{tenant}{i}r3": 1 for tenant in "xy" for i in range(3)})
+    scheduler = make(num_pages=64, max_sequences=8, adapters=adapters, max_step_tokens=64)
+    loop = Loop(scheduler)
+    for i in range(2):
+        for tenant in "xy":
+            add(scheduler, submit(f"{tenant}{i}", PROMPT, tenant=tenant, version=f"{tenant}{i}r3", max_tokens=20))
+    for _ in range(6):
+        loop.turn()
+    assert scheduler.num_running == 4
+    gone = watch(scheduler, monkeypatch)
+    add(scheduler, submit("x2", PROMPT, tenant="x", version="x2r3"))
+    for _ in range(10):
+        loop.turn()
+    assert gone == []
+    loop.run()
+    assert loop.finished["x2"] == "length"
+
+
+def test_an_adapter_that_another_tenant_uses_too_is_not_taken_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = ArenaAdapters(3, versions={"v1r3": 1, "v2r3": 1, "both1r3": 1, "m1r3": 1})
+    scheduler = make(num_pages=64, max_sequences=8, adapters=adapters, max_step_tokens=64)
+    loop = Loop(scheduler)
+    for i, (tenant, version) in enumerate([("x", "v1r3"), ("x", "v2r3"), ("y", "both1r3"), ("x", "both1r3")]):
+        add(scheduler, submit(f"{tenant}{i}", PROMPT, tenant=tenant, version=version, max_tokens=25))
+        for _ in range(3):
+            loop.turn()
+    gone = watch(scheduler, monkeypatch)
+    add(scheduler, submit("v", PROMPT, tenant="v", version="m1r3", max_tokens=1))
+    for _ in range(8):
+        loop.turn()
+    assert [sequence.submit.request_id for sequence in gone] == ["x1"]
+    assert loop.finished["v"] == "length"
+
+
+def test_a_paused_request_that_gives_way_keeps_no_adapter_on_the_device() -> None:
+    adapters = ArenaAdapters(1, versions={"v1r3": 1, "v2r3": 1})
+    scheduler = make(num_pages=8, adapters=adapters)
+    loop = Loop(scheduler)
+    scheduler.add(submit("slow", 12, version="v1r3", max_tokens=15), 0.0)
+    for _ in range(5):
+        loop.turn()
+    scheduler.add(submit("fast", 4, max_tokens=26), 0.0)
+    loop.turn()
+    scheduler.pause("slow", paused=True)
+    loop.run()
+    assert adapters.num_leases == 0
+    scheduler.add(submit("other", 4, version="v2r3"), 0.0)
+    for _ in range(10):
+        loop.turn()
+    assert set(loop.finished) == {"fast", "other"}
+    scheduler.pause("slow", paused=False)
+    for _ in range(30):
+        loop.turn()
+    assert loop.outputs["slow"] == expected(tuple(range(1, 13)), 15, ())
+    assert_idle(scheduler)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.sampled_from("xyz"),
+            st.integers(0, 3),  # adapter; 0 is the base
+            st.integers(1, 8),  # prompt
+            st.integers(1, 10),  # max_tokens
+            st.integers(0, 15),  # submitted before this turn
+            st.integers(-1, 1),  # priority
+        ),
+        min_size=1,
+        max_size=14,
+    ),
+    pauses=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 13), st.booleans()), max_size=10),
+    aborts=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 13)), max_size=3),
+    num_units=st.integers(3, 6),
+    num_pages=st.integers(8, 20),
+    lag=st.integers(0, 1),
+    max_passes=st.sampled_from([2, 64]),
+)
+def test_everything_comes_to_its_end_in_a_small_arena_and_the_oldest_within_its_share_stays(
+    requests: list[Any], pauses: list[Any], aborts: list[Any], num_units: int, num_pages: int, lag: int, max_passes: int
+) -> None:
+    versions = {f"{tenant}{i}r3": i for tenant in "xyz" for i in range(1, 4)}
+    adapters = ArenaAdapters(num_units, versions=versions)
+    scheduler = make(num_pages=num_pages, max_sequences=4, adapters=adapters, max_passes=max_passes)
+    loop = Loop(scheduler, lag=lag)
+    relief, seating = scheduler._seating.relief, scheduler._seating
+    real = seating.preempt
+
+    def preempt(sequence: Sequence) -> None:
+        account = sequence.account
+        is_oldest = sequence is min((*account.running, *account.returning), key=lambda one: one.order)
+        held = relief._excess_of_pages(account) + 1  # a page that it asks for counts
+        if is_oldest and not sequence.paused:
+            assert held > 0 or adapters.excess_of(account.name) > 0, "within its share the oldest stays"
+        real(sequence)
+
+    seating.preempt = preempt  # type: ignore[method-assign]
+    aborted = set()
+    for turn in range(500):
+        for i, (tenant, adapter, prompt, count, at, priority) in enumerate(requests):
+            if at == turn:
+                version = f"{tenant}{adapter}r3" if adapter else None
+                tokens = tuple((i * 5 + j) % 50 for j in range(prompt))
+                add(scheduler, submit(f"{i}", tokens, tenant=tenant, version=version, max_tokens=count, priority=priority))
+        for at, i, paused in pauses:
+            if at == turn:
+                scheduler.pause(f"{i}", paused=paused)
+        for at, i in aborts:
+            if at == turn and scheduler.abort(f"{i}"):
+                aborted.add(f"{i}")
+        if turn > 30:
+            for i in range(len(requests)):
+                scheduler.pause(f"{i}", paused=False)
+        if not loop.turn() and turn > 40 and not scheduler.request_ids:
+            break
+    for i, (_, _, prompt, count, _, _) in enumerate(requests):
+        if f"{i}" not in aborted:
+            assert loop.outputs[f"{i}"] == expected(tuple((i * 5 + j) % 50 for j in range(prompt)), count, ())
+    assert adapters.num_leases == 0
+    assert_idle(scheduler)
+    shares = adapters.residency._shares
+    assert not shares._claims
+    assert not adapters.residency.wanted()

@@ -1,0 +1,72 @@
+"""Shares of the arena against sums made anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.lora.shares import Shares
+
+TENANTS = st.sampled_from("xyz")
+
+
+@dataclass
+class Copy:
+    tenant: str
+    num_units: int
+
+
+@given(
+    claims=st.lists(st.tuples(TENANTS, st.booleans()), max_size=20),
+    copies=st.lists(st.tuples(TENANTS, st.integers(1, 5)), max_size=12),
+    weights=st.tuples(*[st.integers(1, 4)] * 3),
+    loader=TENANTS,
+    more=st.integers(1, 8),
+)
+def test_who_is_most_above_its_share_gives_first_and_then_recency(
+    claims: list[tuple[str, bool]], copies: list[tuple[str, int]], weights: tuple[int, ...], loader: str, more: int
+) -> None:
+    shares, weight = Shares(24), dict(zip("xyz", weights, strict=True))
+    count = dict.fromkeys("xyz", 0)
+    for tenant, comes in [*claims, (loader, True)]:
+        if comes:
+            shares.claim(tenant, weight=weight[tenant])
+            count[tenant] += 1
+        elif count[tenant]:
+            shares.disclaim(tenant)
+            count[tenant] -= 1
+    waiting = [Copy(*copy) for copy in copies]
+    for copy in waiting:
+        shares.charge(copy.tenant, copy.num_units)
+    total = sum(weight[tenant] for tenant in "xyz" if count[tenant])
+
+    def excess(tenant: str, left: list[Copy]) -> float:
+        held = sum(copy.num_units for copy in left if copy.tenant == tenant) + more * (tenant == loader)
+        return (held - 24 * weight[tenant] / total) / weight[tenant] if count[tenant] else 0.0
+
+    left = list(waiting)
+    for copy in shares.in_order(waiting, loader=loader, more=more):
+        most = max(excess(other.tenant, left) for other in left)
+        assert excess(copy.tenant, left) == pytest.approx(most) or most <= 1e-9
+        if most > 1e-9:
+            assert copy is next(other for other in left if other.tenant == copy.tenant), "of one tenant the oldest"
+        else:
+            assert copy is left[0], "of all the oldest"
+        left.remove(copy)
+    assert not left
+
+
+def test_a_tenant_that_asks_for_nothing_has_no_share_and_keeps_none_from_others() -> None:
+    shares = Shares(10)
+    shares.claim("x", weight=3)
+    shares.claim("y", weight=1)
+    shares.charge("x", 6)
+    shares.charge("idle", 4)
+    assert shares.excess("x") == -1.5
+    assert shares.is_above("y") is shares.is_above("idle") is False
+    shares.disclaim("y")
+    assert shares.excess("x") == -4
+    assert not shares.has("y")
