@@ -210,7 +210,7 @@ class Engine:
             events.append(_failed(submit, error))
             return
         if submit.version is not None:
-            if self._adapters.want(submit.version):
+            if self._adapters.want(submit.version, submit.tenant, weight=submit.weight):
                 self._device_hits += 1
             elif self._adapters.was_staged(submit.version):
                 self._host_hits += 1
