@@ -349,6 +349,11 @@ def _engine_config(settings: Settings, base_digest: str) -> EngineConfig:
         max_context=settings.max_context,
         max_waiting=settings.max_waiting,
         max_waiting_per_tenant=settings.max_waiting_per_tenant,
+        max_step_ms=settings.max_step_ms,
+        quantum_tokens=settings.quantum_tokens,
+        decode_price=settings.decode_price,
+        rank_row_price=settings.rank_row_price,
+        load_mib_price=settings.load_mib_price,
         base_digest=base_digest,
     )
 

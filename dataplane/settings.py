@@ -35,6 +35,12 @@ class Settings(BaseSettings):
         max_context: Tokens of prompt and output together; 0 takes the model's own limit.
         max_waiting: Requests that wait in the engine at most.
         max_waiting_per_tenant: Requests of one tenant that wait at most; 0 for no limit of its own.
+        max_step_ms: Milliseconds that a step should take at most in which sequences decode: it holds fewer rows of prompts then,
+            and tokens come more evenly; 0 for no such limit.
+        quantum_tokens: Tokens that an adapter on the device serves, while requests wait for it, before it makes room for others.
+        decode_price: What a generated token costs a tenant, in prompt tokens; `python -m benchmarks.prices` measures the prices.
+        rank_row_price: What a rank row of an adapter costs in a step.
+        load_mib_price: What a MiB of an adapter costs that is copied to the device.
         control_plane: Address of the control plane's listener for callers.
         control_plane_ca: PEM authorities for its certificate; absent: plaintext, on loopback only unless `allow_plaintext`.
         node_key_file: Where the node's key is kept.
@@ -88,6 +94,11 @@ class Settings(BaseSettings):
     max_context: Annotated[int, Field(ge=0)] = 0
     max_waiting: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
     max_waiting_per_tenant: Annotated[int, Field(ge=0, le=1_000_000)] = 2_500
+    max_step_ms: Annotated[int, Field(ge=0, le=60_000)] = 0
+    quantum_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 256
+    decode_price: Annotated[float, Field(ge=0, le=1000)] = 2.0
+    rank_row_price: Annotated[float, Field(ge=0, le=1000)] = 0.25
+    load_mib_price: Annotated[float, Field(ge=0, le=1000)] = 2.0
     control_plane: str = "127.0.0.1:7600"
     control_plane_ca: Path | None = None
     node_key_file: Path = Path("/var/lib/veneer/node.key")

@@ -44,7 +44,12 @@ class DeviceAdapters:
         self._config = config
         self._arena = arena
         self._wake = wake
-        self.residency = Residency(config.max_slots, num_units=arena.num_units, unit_bytes=config.arena_unit_bytes)
+        self.residency = Residency(
+            config.max_slots,
+            num_units=arena.num_units,
+            unit_bytes=config.arena_unit_bytes,
+            quantum_tokens=config.quantum_tokens,
+        )
         self._paths: dict[str, Path] = {}
         self._asked: set[str] = set()
         self._wanted: frozenset[str] = frozenset()

@@ -19,7 +19,17 @@ _AT_LEAST_ONE = (
     "max_rank",
     "max_waiting",
 )
-_AT_LEAST_ZERO = ("num_threads", "arena_bytes", "max_context", "max_waiting_per_tenant")
+_AT_LEAST_ZERO = (
+    "num_threads",
+    "arena_bytes",
+    "max_context",
+    "max_waiting_per_tenant",
+    "max_step_ms",
+    "quantum_tokens",
+    "decode_price",
+    "rank_row_price",
+    "load_mib_price",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +55,12 @@ class EngineConfig:
         max_context: Tokens of prompt and output together; 0 takes the model's own limit.
         max_waiting: Requests that wait at most.
         max_waiting_per_tenant: Requests of one tenant that wait at most; 0 for no limit of its own.
+        max_step_ms: Milliseconds that a step should take at most in which sequences decode: it holds fewer rows of prompts then;
+            0 for no such limit.
+        quantum_tokens: Tokens that an adapter on the device serves, while requests wait for it, before it makes room for others.
+        decode_price: What a generated token costs a tenant, in prompt tokens (`python -m benchmarks.prices` measures it).
+        rank_row_price: What a rank row of an adapter costs in a step.
+        load_mib_price: What a MiB of an adapter costs that is copied to the device.
         base_digest: Digest of the base model, part of every cache key.
     """
 
@@ -66,6 +82,11 @@ class EngineConfig:
     max_context: int = 0
     max_waiting: int = 10_000
     max_waiting_per_tenant: int = 2_500
+    max_step_ms: int = 0
+    quantum_tokens: int = 256
+    decode_price: float = 2.0
+    rank_row_price: float = 0.25
+    load_mib_price: float = 2.0
     base_digest: str = ""
 
     def __post_init__(self) -> None:

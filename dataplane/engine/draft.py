@@ -29,6 +29,7 @@ class Draft:
         self._max_tokens = limits.max_step_tokens
         self._scores_left = MAX_SCORED_ROWS
         self._planned: list[tuple[Sequence, PlannedRows]] = []
+        self._num_single = 0
         self.budget = limits.max_step_tokens
         self.missed: set[str] = set()
         self.cost = 0.0
@@ -37,7 +38,22 @@ class Draft:
         """Returns the step, and the sequence of each of its rows."""
         self._planned.sort(key=_place_in_step)
         rows = tuple([item[1] for item in self._planned])
-        return Plan(rows, self._max_tokens - self.budget, frozenset(self.missed)), tuple([item[0] for item in self._planned])
+        return Plan(rows, self.num_rows, frozenset(self.missed)), tuple([item[0] for item in self._planned])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows added so far."""
+        return self._max_tokens - self.budget
+
+    def cap(self, budget: int) -> None:
+        """Lets no more than so many rows be added."""
+        self._max_tokens -= max(0, self.budget - budget)
+        self.budget = min(self.budget, budget)
+
+    def work(self, num_rank_rows: int) -> float:
+        """Returns what all rows so far cost to compute, paid for or not, beside so many rank rows; see `Prices`."""
+        prices, num_chunk = self._prices, self.num_rows - self._num_single
+        return self._num_single * prices.decode_token + num_chunk * prices.prefill_token + num_rank_rows * prices.rank_row
 
     @property
     def may_score(self) -> bool:
@@ -90,7 +106,8 @@ class Draft:
             )  # fmt: skip
             append((sequence, make(PlannedRows, row)))
         self.cost += total
-        self.budget -= len(self._planned) - num_before
+        self._num_single = len(self._planned) - num_before
+        self.budget -= self._num_single
 
     def add(self, sequence: Sequence, count: int, *, new_pages: Iterable[int] = (), num_shared: int = 0) -> None:
         """Adds the next rows of a sequence.

@@ -15,7 +15,7 @@ from dataplane.engine.config import EngineConfig
 from dataplane.engine.grammar import GrammarCompiler, Grammars
 from dataplane.engine.intake import Arrival, Intake
 from dataplane.engine.kv_cache import PagePool
-from dataplane.engine.limits import Limits
+from dataplane.engine.limits import Limits, Prices
 from dataplane.engine.memory import available_bytes, check_fits, plan_memory
 from dataplane.engine.messages import (
     Abort,
@@ -86,6 +86,8 @@ class Engine:
             max_context=memory.max_context,
             max_waiting=config.max_waiting,
             max_waiting_per_tenant=config.max_waiting_per_tenant,
+            max_step_ms=config.max_step_ms,
+            prices=Prices(decode_token=config.decode_price, rank_row=config.rank_row_price, load_mib=config.load_mib_price),
         )
         self._scheduler = Scheduler(limits, self._pool, self._adapters)
         compiler = GrammarCompiler(Path(config.model_dir), vocab_size=model.vocab_size)

@@ -47,12 +47,13 @@ class Leases:
 
     Attributes:
         active: How many sequences hold a lease of a version.
+        num_rank_rows: Rank rows that the adapters of all sequences that hold a lease have together; others only read it.
     """
 
     def __init__(self, adapters: Adapters, *, max_rank_rows: int) -> None:
         self._adapters = adapters
         self._max_rank_rows = max_rank_rows
-        self._rank_rows = 0
+        self.num_rank_rows = 0
         self._awaited: dict[str, int] = {}
         self.active: dict[str, int] = {}
 
@@ -65,10 +66,10 @@ class Leases:
             return False
         rows = aligned_rank(lease.rank)
         if version not in self.active:
-            if self._rank_rows + rows > self._max_rank_rows:
+            if self.num_rank_rows + rows > self._max_rank_rows:
                 self._adapters.release(lease)
                 return False
-            self._rank_rows += rows
+            self.num_rank_rows += rows
         self.active[version] = self.active.get(version, 0) + 1
         sequence.lease = lease
         sequence.rank_rows = rows
@@ -84,7 +85,7 @@ class Leases:
         self.active[lease.version] -= 1
         if not self.active[lease.version]:
             del self.active[lease.version]
-            self._rank_rows -= sequence.rank_rows
+            self.num_rank_rows -= sequence.rank_rows
         self._adapters.release(lease, served=sequence.num_charged)
 
     def withhold(self, sequence: Sequence) -> None:

@@ -33,6 +33,8 @@ class Limits:
             too.
         max_scan: Waiting requests considered in one step.
         patience: Steps that a tenant waits below its share until others give way.
+        max_step_ms: Milliseconds that a step should take at most in which sequences decode: it holds fewer rows of prompts then,
+            but a page of them in any case; 0 for no such limit.
         prices: What work costs.
     """
 
@@ -45,4 +47,5 @@ class Limits:
     max_passes: int = 64
     max_scan: int = 512
     patience: int = 2
+    max_step_ms: int = 0
     prices: Prices = Prices()

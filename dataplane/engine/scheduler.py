@@ -13,6 +13,7 @@ from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.leases import Adapters, Leases
 from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Delta, Failed, FinishReason, NotFinite, Submit
+from dataplane.engine.pace import Pace
 from dataplane.engine.plan import Chosen, Outcome, Plan, PlannedRows, Result, TokenMask
 from dataplane.engine.prefill import Prefill
 from dataplane.engine.prefix import PageKeys
@@ -46,7 +47,8 @@ class Scheduler:
         self._leases = Leases(adapters, max_rank_rows=limits.max_step_rank_rows)
         self._seating = Seating(limits, pool, self._tenants, prefix=self.prefix, leases=self._leases)
         self._prefill = Prefill(limits, self._tenants, self._seating, leases=self._leases)
-        self._in_flight: deque[tuple[Plan, tuple[Sequence, ...], float]] = deque()
+        self._pace = Pace(limits.max_step_ms / 1000) if limits.max_step_ms else None
+        self._in_flight: deque[tuple[Plan, tuple[Sequence, ...], float, float]] = deque()
 
     @property
     def num_running(self) -> int:
@@ -153,11 +155,13 @@ class Scheduler:
         favoured = seating.make_room()
         draft = Draft(self._limits, self._leases.active)
         draft.add_single(seating, page_size=self._pool.page_size)
+        if self._pace is not None and draft.num_rows:
+            draft.cap(self._rows_in_time(draft))
         self._prefill.fill(draft, favoured)
         seating.relief.note_hunger()
         plan, sequences = draft.finish()
         if plan.rows:
-            self._in_flight.append((plan, sequences, draft.cost))
+            self._in_flight.append((plan, sequences, draft.cost, draft.work(self._leases.num_rank_rows)))
         return plan if plan.rows or plan.missed else None
 
     def commit(self, plan: Plan, tokens: Seq[Result], *, seconds: float = 0.0) -> Outcome:
@@ -168,9 +172,11 @@ class Scheduler:
             tokens: What came of each of its rows that sample or are scored, in order.
             seconds: How long it ran; 0 when that is not known.
         """
-        committed, sequences, cost = self._in_flight.popleft()
+        committed, sequences, cost, work = self._in_flight.popleft()
         assert committed is plan, "plans are committed in the order in which they were made"
         self._admission.observe(cost, seconds)
+        if self._pace is not None:
+            self._pace.observe(work, seconds)
         deltas: list[Delta] = []
         failed: list[Failed] = []
         not_finite: list[NotFinite] = []
@@ -206,6 +212,16 @@ class Scheduler:
                         self.prefix.keep(sequence, rows.start + rows.count)
                     self._seating.requeue(sequence)
         return Outcome(tuple(deltas), tuple(failed), tuple(not_finite))
+
+    def _rows_in_time(self, draft: Draft) -> int:
+        """Returns how many rows of prompts may join those that decode, at least a page of them."""
+        assert self._pace is not None, "asked only where steps have a time"
+        return self._pace.room_for(
+            draft.work(self._leases.num_rank_rows),
+            price=self._limits.prices.prefill_token,
+            at_least=self._pool.page_size,
+            at_most=draft.budget,
+        )
 
     def _append(self, sequence: Sequence, rows: PlannedRows, token: int, *, more: Chosen | None = None) -> Delta:
         """Takes a token whose row led to finite logits; names the pages that are full now, and ends what it ends."""

@@ -190,9 +190,14 @@ class Loop:
                 self.device.owners[sequence.seat] = sequence.submit
             self.uncommitted.append((plan, self.device.run(plan)))
         if self.uncommitted and (len(self.uncommitted) > self.lag or not ran):
-            self.take(self.scheduler.commit(*self.uncommitted.popleft()))
+            done, tokens = self.uncommitted.popleft()
+            self.take(self.scheduler.commit(done, tokens, seconds=self.seconds_of(done)))
             ran = True
         return ran
+
+    def seconds_of(self, plan: Plan) -> float:
+        """How long a plan ran; 0 says that it is not known."""
+        return 0.0
 
     def take(self, outcome: Outcome) -> None:
         for delta in outcome.deltas:
@@ -215,7 +220,7 @@ class Loop:
 def assert_idle(scheduler: Scheduler, adapters: FakeAdapters | None = None) -> None:
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_pages_used) == (0, 0, 0)
     assert scheduler.request_ids == ()
-    assert (scheduler._leases.active, scheduler._leases._rank_rows, scheduler._leases._awaited) == ({}, 0, {})
+    assert (scheduler._leases.active, scheduler._leases.num_rank_rows, scheduler._leases._awaited) == ({}, 0, {})
     tenants = scheduler._tenants
     assert (tenants._num_active, tenants._weights, tenants._parked, list(tenants.active)) == (0, 0, {}, [])
     assert all(tenants.queue_of(name) == (0, 0) for name in tenants._accounts)
