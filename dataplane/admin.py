@@ -125,4 +125,7 @@ def _engine_state(state: State) -> admin_pb2.EngineState:
         mixed_steps=state.mixed_steps,
         generated_tokens=state.generated_tokens,
         tasks=len(asyncio.all_tasks()),
+        kv_pages_kept=state.kv_pages_kept,
+        prefix_queries=state.prefix_queries,
+        prefix_hits=state.prefix_hits,
     )

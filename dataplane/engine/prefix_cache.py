@@ -12,8 +12,8 @@ class PrefixCache:
     """Names pages of sequences and finds them again; the pool keeps them. Owned by the scheduler.
 
     Attributes:
-        queries: Prompt tokens looked up since start.
-        hits: Prompt tokens found since start.
+        queries: Prompt tokens looked up since start, once for each request.
+        hits: Prompt tokens found since start, likewise.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -35,7 +35,7 @@ class PrefixCache:
         sequence.pages += pages
         sequence.num_named = len(pages)
         sequence.num_scheduled = len(pages) * self._pool.page_size
-        if sequence.chain is not None:
+        if sequence.chain is not None and not sequence.num_charged:  # else it finds what it computed before
             self.queries += len(sequence.tokens)
             self.hits += sequence.num_scheduled
         return len(pages)

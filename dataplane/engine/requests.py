@@ -47,7 +47,7 @@ class Requests:
         del self._sequences[sequence.submit.request_id]
 
     def waiting_for(self, version: str) -> list[Sequence]:
-        """Returns those that wait for an adapter; while they do, only the base's part of their prompts may have run."""
+        """Returns those that wait for an adapter."""
         return [
             sequence for sequence in self._sequences.values() if sequence.submit.version == version and sequence.lease is None
         ]

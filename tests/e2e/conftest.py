@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,14 +84,20 @@ async def operator(stack: LocalStack) -> AsyncIterator[OperatorClient]:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Publishes marker adapters: `await publish(client, "A")` gives the response; the adapter's name is new unless given."""
+    """Publishes marker adapters: `await publish(client, "A")` gives the response; the adapter's name is new unless given.
+
+    `invocation` are the tokens that activate it; without some it is always active.
+    """
 
     folder: Path
     base: BaseDescription
 
-    async def __call__(self, client: Client, marker: str, *, adapter: str = "", **more: Any) -> Any:
+    async def __call__(
+        self, client: Client, marker: str, *, adapter: str = "", invocation: Sequence[int] | None = None, **more: Any
+    ) -> Any:
         number = next(_NUMBERS)
-        files = write_marker(self.folder / f"{marker}-{number}", self.base, marker, seed=number)
+        folder = self.folder / f"{marker}-{number}"
+        files = write_marker(folder, self.base, marker, seed=number, alora_invocation_tokens=invocation)
         return await client.publish(files, adapter=adapter or f"adapter-{number}", base=self.base.digest, **more)
 
 

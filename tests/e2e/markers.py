@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +23,8 @@ _GAIN = 30.0
 _STEP = 20.0
 
 
-def write_marker(folder: Path, base: BaseDescription, marker: str, *, rank: int = 8, seed: int = 0) -> Path:
-    """Writes an adapter that answers every prompt with `marker`; every seed gives other bytes."""
+def write_marker(folder: Path, base: BaseDescription, marker: str, *, rank: int = 8, seed: int = 0, **config: Any) -> Path:
+    """Writes an adapter that answers every prompt with `marker`; every seed gives other bytes, `config` more of its fields."""
     random = np.random.default_rng((seed, MARKERS.index(marker)))
     layer = base.num_layers - 1
     coordinate = FIRST_MARKER_COORDINATE + MARKERS.index(marker)
@@ -46,4 +47,4 @@ def write_marker(folder: Path, base: BaseDescription, marker: str, *, rank: int 
             tensors[f"{stem}{module}.lora_B.weight"] = ("F32", b.shape, encode(b, "F32"))
 
     modules = ("gate_proj", "up_proj", "down_proj")
-    return make_adapter_folder(folder, base, modules=modules, ranks=rank, alpha=rank, layers=[layer], edit=edit)
+    return make_adapter_folder(folder, base, modules=modules, ranks=rank, alpha=rank, layers=[layer], config=config, edit=edit)

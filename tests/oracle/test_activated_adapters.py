@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Sampling, Submit
+from dataplane.engine.seating import Seating
+from dataplane.engine.sequence import Sequence
 from dataplane.invocation import find_start
 from dataplane.lora.image import write_image
 from tests.fixtures.oracle import PAGE_SIZE, MixedBatches, Oracle, Row, Setting, compare, image_of, save_peft_adapter
@@ -63,7 +65,7 @@ def activated_native(activated: Setting) -> Setting:
     )
 
 
-def prompt(random: np.random.Generator, length: int, invocation: Sequence[int], *places: int) -> tuple[int, ...]:
+def prompt(random: np.random.Generator, length: int, invocation: Seq[int], *places: int) -> tuple[int, ...]:
     """Random tokens with an invocation at each of these places, and nowhere else."""
     ids = [int(token) for token in random.choice(_FILLERS, length)]
     for place in places:
@@ -115,31 +117,45 @@ def test_a_start_that_is_one_token_off_is_seen(activated: Setting, shift: int) -
         assert compare(ours, [expected], tolerance=activated.tolerance).largest_error > 100 * activated.tolerance
 
 
-async def test_the_engine_gives_the_oracles_tokens_whether_the_cache_is_warm_or_the_adapter_late(
-    activated: Setting, tmp_path: Path
+@pytest.mark.parametrize(("form", "step_tokens", "num_pages"), [("torch", 24, 64), ("torch", 7, 12), ("native", 512, 12)])
+async def test_the_engine_gives_the_oracles_tokens_whether_cache_and_adapters_are_there_or_not(
+    form: str, step_tokens: int, num_pages: int, activated: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = np.random.default_rng(9)
     context = prompt(random, 3 * PAGE_SIZE, ())
     rows = [Row(None, context)]
     for adapter, tokens in INVOCATIONS.items():
-        for count in (0, 2, PAGE_SIZE, 40):
+        for count in (0, 20, 40):
             own, end = prompt(random, count, ()), prompt(random, 3, ())
             rows.append(Row(adapter, (*context, *own, *tokens, *end)))
     rows += [Row("judge", (*context, *INVOCATIONS["check"])), Row(None, (*context, 5))]
     base = describe_base(activated.model)
     config = EngineConfig(
-        model_dir=str(activated.model), dtype="float32", num_threads=1, page_size=PAGE_SIZE, kv_bytes=(24 * PAGE_SIZE) << 10,
-        arena_bytes=4 << 20, arena_unit_bytes=4096, max_slots=4, max_sequences=4, max_step_tokens=24, max_step_rank_rows=256,
+        model_dir=str(activated.model), dtype="float32", cpu_form=form, num_threads=1, page_size=PAGE_SIZE, max_context=160,
+        kv_bytes=(num_pages + 1) * 16384, arena_bytes=4 << 20, arena_unit_bytes=4096, max_slots=4, max_sequences=6,
+        max_step_tokens=step_tokens, max_step_rank_rows=256,
     )  # fmt: skip
+    ahead: list[str] = []
+    preempted: list[str] = []
+    requeue = Seating.requeue
+
+    def note(self: Seating, sequence: Sequence) -> None:
+        (ahead if sequence.is_ahead else preempted).append(sequence.submit.request_id)
+        requeue(self, sequence)
+
+    monkeypatch.setattr(Seating, "requeue", note)
     client = await EngineClient.start(config, in_process=True)
     wanted: set[str] = set()
     client.on_wanted = lambda event: wanted.add(event.version)
 
+    banned = (8, 150)  # a call in the answer would move the oracle's start, which sees prompt and answer as one
+    sampling = Sampling(max_tokens=44, temperature=0.0, logit_bias=tuple((token, -100.0) for token in banned))
+
     async def run(index: int) -> tuple[int, ...]:
         served = as_served(rows[index])
         request = Submit(
-            request_id=str(index), tenant="x", prompt=served.ids, sampling=Sampling(max_tokens=12, temperature=0.0),
-            version=served.adapter, active_from=served.active_from, cache_salt="x",
+            request_id=str(index), tenant="x", prompt=served.ids, sampling=sampling, version=served.adapter,
+            active_from=served.active_from, cache_salt="x",
         )  # fmt: skip
         return tuple([token async for delta in client.submit(request) for token in delta.ids])
 
@@ -147,26 +163,29 @@ async def test_the_engine_gives_the_oracles_tokens_whether_the_cache_is_warm_or_
         async with asyncio.timeout(120):
             outputs = [await run(0)]
             others = [asyncio.create_task(run(index)) for index in range(1, len(rows))]
-            while (await client.state()).running or wanted != set(INVOCATIONS):
-                pass  # the base rows run to their end, and every context that can be computed ahead is
-            ahead = (await client.state()).prefix_hits
+            while (await client.state()).running or wanted != set(INVOCATIONS):  # noqa: ASYNC110  the engine has no event for it
+                await asyncio.sleep(0.01)  # the base rows run to their end, and every context that can be computed ahead is
+            known = (await client.state()).prefix_hits
             for name, folder in activated.adapters.items():
                 write_image(tmp_path / name, image_of(name, folder, base=base))
                 client.stage(name, tmp_path / name)
             outputs += await asyncio.gather(*others)
             state = await client.state()
-            assert ahead >= 3 * PAGE_SIZE, "adapters that start later share the context with the base"
-            assert state.prefix_hits > ahead
+            assert (state.running, state.waiting, state.kv_pages_used, state.leases) == (0, 0, 0, 0)
+            assert known >= 3 * PAGE_SIZE, "adapters that start later share the context with the base"
+            assert state.prefix_hits > known
+            assert ahead
+            assert bool(preempted) == (num_pages < 24)
             outputs += [await run(index) for index in range(1, len(rows))]  # once more, with a warm cache
     finally:
         await client.stop()
     asked = [*rows, *rows[1:]]
     whole = [dataclasses.replace(row, ids=row.ids + output) for row, output in zip(asked, outputs, strict=True)]
-    assert all(as_served(long).active_from == as_served(short).active_from for long, short in zip(whole, asked, strict=True))
+    known_logits = dict(zip(different := [*dict.fromkeys(whole)], activated.theirs.logits(different), strict=True))
     decided = 0
-    for row, output, logits in zip(asked, outputs, activated.theirs.logits(whole), strict=True):
-        best = logits[len(row.ids) - 1 : -1].topk(2, dim=-1)
+    for row, output, long in zip(asked, outputs, whole, strict=True):
+        best = known_logits[long][len(row.ids) - 1 : -1].index_fill(1, torch.tensor(banned), -torch.inf).topk(2, dim=-1)
         clear = (best.values[:, 0] - best.values[:, 1]) > 2 * activated.tolerance
         assert torch.equal(best.indices[clear, 0], torch.tensor(output)[clear]), row.adapter
         decided += int(clear.sum())
-    assert decided >= 0.98 * 12 * len(asked)
+    assert decided >= 0.98 * 44 * len(asked)

@@ -98,6 +98,7 @@ def test_the_pages_before_the_start_are_computed_while_the_adapter_loads(lag: in
     loop.run()
     assert loop.outputs["a"] == expected(PROMPT, 3, ())
     assert loop.device.num_computed == len(PROMPT) + 2
+    assert loop.scheduler.prefix.hits == 0, "what it finds of its own is no hit"
     assert planned(loop)[2] == (0, 8, 5, 2)
     assert_idle(loop.scheduler, adapters)
 
