@@ -21,8 +21,8 @@
     linear<T>(x, x_stride, weight, y, rows, depth, width, (int)threads);                                                           \
   }                                                                                                                                \
   EXPORT void attention_##NAME(const AttentionStep *step, const T *qk, int64_t qk_stride, const T *v, int64_t v_stride, T *out,    \
-                               int64_t layer) {                                                                                    \
-    attention<T>(*step, qk, qk_stride, v, v_stride, out, (int)layer);                                                              \
+                               int64_t layer, int64_t window) {                                                                    \
+    attention<T>(*step, qk, qk_stride, v, v_stride, out, Layer{(int)layer, window});                                               \
   }                                                                                                                                \
   EXPORT void low_rank_##NAME(const LowRankSite *site, const T *x, int64_t x_stride, T *y, int64_t y_stride, int64_t layer) {      \
     low_rank<T>(*site, x, x_stride, y, y_stride, (int)layer);                                                                      \

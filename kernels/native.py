@@ -25,7 +25,7 @@ _SUFFIX = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _COUNT),
-    "attention": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _POINTER, _COUNT),
+    "attention": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT),
     "low_rank": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT),
     "add_norm": (
         _POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT, _COUNT, ctypes.c_float, _COUNT,

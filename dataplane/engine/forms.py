@@ -14,10 +14,10 @@ from dataplane.model.architecture import Architecture
 from dataplane.model.attention import Attention, PagedKv, TorchAttention
 from dataplane.model.decoder import LowRank
 from dataplane.model.invariant import RowAttention, TiledPieces
-from dataplane.model.native_attention import NativeAttention
+from dataplane.model.native_attention import NativeAttention, check_shapes
 from dataplane.model.pieces import NativePieces, Pieces, TorchPieces
 from kernels.cpu import CpuLowRank
-from kernels.native import NativeFormError, load_native
+from kernels.native import Native, NativeFormError, load_native
 from kernels.native_low_rank import NativeLowRank
 from kernels.rows import RankRows
 from kernels.sites import Site
@@ -58,22 +58,47 @@ class Forms:
     pieces: Pieces
 
 
+def find_native(config: EngineConfig, model: Architecture) -> Native | NativeFormError | None:
+    """Returns the library that computes, or why it cannot, or None where the settings ask for PyTorch's operations."""
+    if config.cpu_form == "torch" or config.device != "cpu":
+        return None
+    try:
+        return _native(config, model)
+    except NativeFormError as error:
+        return error
+
+
+def _native(config: EngineConfig, model: Architecture) -> Native:
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    native = load_native()
+    native.function("linear", dtype)
+    check_shapes(model, page_size=config.page_size)
+    if config.batch_invariant and any(part.in_features * dtype.itemsize % 4 for part in model.projections):
+        raise NativeFormError("the native CPU form multiplies inputs of an even width only")
+    return native
+
+
 def choose_forms(config: EngineConfig, model: Architecture, *, kv: PagedKv, arena: Arena, sites: tuple[Site, ...]) -> Forms:
     """Returns the forms that `config.cpu_form` asks for; `auto` takes the native one where it can be had and logs why not.
 
     Raises:
         NoNativeFormError: The native form is asked for by name and cannot be had.
     """
-    if config.cpu_form != "torch" and config.device == "cpu":
-        try:
-            return _native(config, model, kv=kv, arena=arena, sites=sites)
-        except NativeFormError as error:
-            if config.cpu_form == "native":
-                raise NoNativeFormError(f"cpu_form = native cannot be had: {error}") from error
-            _log.warning("no native CPU form; PyTorch's operations serve, slower", extra={"reason": str(error)})
+    native, suffix = find_native(config, model), ", batch-invariant" * config.batch_invariant
+    if isinstance(native, Native):
+        return Forms(
+            f"native, {native.instruction_set.name}{suffix}",
+            NativeAttention(model, kv, native=native),
+            NativeLowRank(arena.tensor, arena.descriptors, native=native, sites=sites, max_rows=config.max_step_tokens),
+            NativePieces(native, getattr(torch, config.dtype), invariant=config.batch_invariant),
+        )
+    if native is not None:
+        if config.cpu_form == "native":
+            raise NoNativeFormError(f"cpu_form = native cannot be had: {native}") from native
+        _log.warning("no native CPU form; PyTorch's operations serve, slower", extra={"reason": str(native)})
     if config.batch_invariant:
         tiled = TiledLowRank(arena.tensor, arena.descriptors, sites=sites)
-        return Forms("torch, batch-invariant", RowAttention(model, kv), tiled, TiledPieces())
+        return Forms(f"torch{suffix}", RowAttention(model, kv), tiled, TiledPieces())
     low_rank = CpuLowRank(
         arena.tensor,
         arena.descriptors,
@@ -83,17 +108,3 @@ def choose_forms(config: EngineConfig, model: Architecture, *, kv: PagedKv, aren
         max_list=config.max_step_rank_rows if config.arena_bytes else 0,
     )
     return Forms("torch", TorchAttention(model, kv), low_rank, TorchPieces())
-
-
-def _native(config: EngineConfig, model: Architecture, *, kv: PagedKv, arena: Arena, sites: tuple[Site, ...]) -> Forms:
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    native = load_native()
-    invariant = config.batch_invariant
-    if invariant and any(part.in_features * dtype.itemsize % 4 for part in model.projections):
-        raise NativeFormError("the native CPU form multiplies inputs of an even width only")
-    return Forms(
-        f"native, {native.instruction_set.name}" + ", batch-invariant" * invariant,
-        NativeAttention(model, kv, native=native),
-        NativeLowRank(arena.tensor, arena.descriptors, native=native, sites=sites, max_rows=config.max_step_tokens),
-        NativePieces(native, dtype, invariant=invariant),
-    )

@@ -96,18 +96,23 @@ class LogitRules:
             faults.setdefault(i, InvalidArgumentError("the request's grammar, bad_words and min_tokens together leave no token"))
         return faults
 
-    def note(self, rows: Sequence[PlannedRows], tokens: Tensor, where: Sequence[int]) -> None:
-        """Takes the tokens that were chosen for the rows at `where`."""
+    def note(self, rows: Sequence[PlannedRows], tokens: Tensor, where: Sequence[int]) -> dict[int, Exception]:
+        """Takes the tokens that were chosen for the rows at `where`; returns by row what its grammar raised."""
         counted = [i for i in where if _has_penalty(_sampling(rows[i]))]
         if counted:
             assert self._counts is not None, "a seat with a penalty was started"
             self._counts[self._ids([rows[i].seat for i in counted]), tokens[self._ids(counted)]] += 1
+        raised: dict[int, Exception] = {}
         for i in where:
             seat, mask = self._seats.get(rows[i].seat), rows[i].mask
             if mask is not None:
-                mask.advance(int(tokens[i]))
+                try:
+                    mask.advance(int(tokens[i]))
+                except Exception as error:  # noqa: BLE001 - it is this row's
+                    raised[i] = error
             if seat is not None and seat.words:
                 seat.recent.append(int(tokens[i]))
+        return raised
 
     def _ban(self, logits: Tensor, rows: Sequence[PlannedRows]) -> dict[int, VeneerError]:
         faults: dict[int, VeneerError] = {}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from dataplane.engine.config import EngineConfig
+from dataplane.engine.forms import find_native
 from dataplane.engine.sequence import MAX_SCORED_ROWS
 from dataplane.model.architecture import Architecture
 from dataplane.model.decoder import weight_bytes
+from kernels.native import Native
 from veneer.errors import FailedPreconditionError
 
 _MEMINFO = Path("/proc/meminfo")
@@ -29,7 +32,7 @@ class MemoryPlan:
 
     Attributes:
         weights: Base weights.
-        workspace: Activations, logits and gathered rank rows of the largest step.
+        workspace: Activations and logits of the largest step, and what its form gathers.
         arena: Adapters.
         kv: KV pages.
         num_pages: KV pages that can be handed out.
@@ -78,21 +81,34 @@ def plan_memory(config: EngineConfig, model: Architecture) -> MemoryPlan:
     per_row = 4 * model.hidden + 3 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate
     logits = (config.max_sequences + MAX_SCORED_ROWS) * model.vocab_size * (dtype.itemsize + 3 * 4)
     counts = config.max_sequences * model.vocab_size * 5  # of penalties: int32 and bool
-    gathered_pages = 2 * config.max_sequences * -(-max_context // config.page_size) * page_bytes // model.num_layers
-    rank_row = model.num_layers * (
-        3 * model.hidden + 2 * model.q_size + 2 * model.kv_size + 3 * model.hidden + 3 * model.intermediate
-    )
     return MemoryPlan(
         weights=weight_bytes(model, dtype),
         workspace=config.max_step_tokens * per_row * dtype.itemsize
         + logits
         + counts
-        + min(gathered_pages, 2 * config.kv_bytes // model.num_layers)
-        + (config.max_step_rank_rows * rank_row * dtype.itemsize if config.arena_bytes else 0),
+        + _form_bytes(config, model, page_bytes=page_bytes, max_context=max_context, dtype=dtype),
         arena=config.arena_bytes,
         kv=(num_pages + 1) * page_bytes,
         num_pages=num_pages,
         max_context=max_context,
+    )
+
+
+def _form_bytes(config: EngineConfig, model: Architecture, *, page_bytes: int, max_context: int, dtype: torch.dtype) -> int:
+    """Returns what the chosen form gathers or holds beside activations.
+
+    The native form reads pages and rank rows in place and holds the shrunk rows of one site, in float32. PyTorch's gathers the
+    pages of a layer, and keeps all rank rows of a step gathered, site by site; with `batch_invariant` the pages of one row only.
+    """
+    if isinstance(find_native(config, model), Native):
+        most_slices = max(Counter(part.site for part in model.projections).values())
+        return config.max_step_tokens * most_slices * config.max_rank * 4 if config.arena_bytes else 0
+    sequences = 1 if config.batch_invariant else config.max_sequences
+    pages = 2 * sequences * -(-max_context // config.page_size) * page_bytes // model.num_layers
+    rank_row = model.num_layers * sum(part.in_features + part.out_features for part in model.projections)
+    keeps_rows = config.arena_bytes and not config.batch_invariant
+    return min(pages, 2 * config.kv_bytes // model.num_layers) + (
+        config.max_step_rank_rows * rank_row * dtype.itemsize if keeps_rows else 0
     )
 
 

@@ -15,7 +15,7 @@ from dataplane.engine.forms import choose_forms
 from dataplane.engine.memory import MemoryPlan
 from dataplane.engine.messages import Logprobs
 from dataplane.engine.plan import Chosen, Plan, PlannedRows, Result
-from dataplane.engine.sampler import Sampler
+from dataplane.engine.sampler import Sampler, failed
 from dataplane.engine.stopwatch import Stopwatch
 from dataplane.lora.arena import Arena
 from dataplane.model.architecture import Architecture
@@ -23,6 +23,7 @@ from dataplane.model.attention import PagedKv
 from dataplane.model.loader import DTYPES, load_decoder
 from kernels.rows import build_rank_rows
 from kernels.sites import Site
+from veneer.errors import VeneerError
 
 
 def model_sites(form: Architecture) -> tuple[Site, ...]:
@@ -122,7 +123,7 @@ class Runner:
         return results
 
 
-def _with_scores(plan: Plan, results: list[Result], scores: list[tuple[Logprobs, ...] | None]) -> list[Result]:
+def _with_scores(plan: Plan, results: list[Result], scores: Sequence[tuple[Logprobs, ...] | VeneerError | None]) -> list[Result]:
     """Puts what came of sampled rows and what came of scored rows together, in the plan's order."""
     tokens, of_prompts = iter(results), iter(scores)
     whole: list[Result] = []
@@ -136,6 +137,8 @@ def _with_scores(plan: Plan, results: list[Result], scores: list[tuple[Logprobs,
         score = next(of_prompts)
         if score is None or (samples and result is None):
             whole.append(None)
+        elif isinstance(score, VeneerError):
+            whole.append(failed(score))
         elif isinstance(result, Chosen):
             whole.append(replace(result, prompt=score))
         else:

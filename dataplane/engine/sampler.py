@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from dataplane.engine.logprobs import report
 from dataplane.engine.messages import Logprobs, Sampling
 from dataplane.engine.plan import Chosen, PlannedRows
 from dataplane.model.pieces import Pieces, TorchPieces
-from veneer.errors import VeneerError
+from veneer.errors import InternalError, VeneerError
 
+_log = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
 _PREFILTER = 64
 """Likeliest tokens that nearly every draw is decided by; `topk` of 64 costs a thirtieth of a full sort at 49,152 tokens (CPU)."""
@@ -60,6 +62,9 @@ class Sampler:
     probability. The token is the inverse cumulative distribution of what is kept, likeliest first, at the request's own uniform
     noise. Temperature 0 takes the likeliest token. Owned by the runner.
 
+    An exception in what one row alone asks for (rules, grammar, report) is that row's fault: it ends INTERNAL, and its
+    neighbours have their tokens. One in what rows without such wishes share, or in every row's, is raised.
+
     Args:
         max_sequences: Seats.
         vocab_size: Tokens.
@@ -80,11 +85,17 @@ class Sampler:
         self._pieces = pieces or TorchPieces()
         self._row_by_row = row_by_row
         self._rules = LogitRules(max_sequences=max_sequences, vocab_size=vocab_size, device=device)
+        self._broken: dict[int, VeneerError] = {}
 
     def start(self, rows: PlannedRows) -> None:
         """Sets up the seat of a sequence that is not plain, if these are its first rows."""
-        if rows.history is not None:
+        if rows.history is None:
+            return
+        self._broken.pop(rows.seat, None)
+        try:
             self._rules.start(rows)
+        except Exception as error:  # noqa: BLE001 - the row's own fault; told when it samples
+            self._broken[rows.seat] = _own_fault(error)
 
     def sample(self, logits: Tensor, rows: Sequence[PlannedRows]) -> Samples:
         """Chooses tokens.
@@ -93,26 +104,41 @@ class Sampler:
             logits: [S, vocab]; not changed.
             rows: The S planned rows that sample.
         """
-        if not self._row_by_row or len(rows) == 1 or all(planned.plain and _is_greedy(planned) for planned in rows):
-            return self._sample(logits, rows)
-        ones = [self._sample(logits[i : i + 1], rows[i : i + 1]) for i in range(len(rows))]
-        tokens, finite = (torch.cat([getattr(one, name) for one in ones]) for name in ("tokens", "finite"))
-        return Samples(tokens, finite, {i: one.more[0] for i, one in enumerate(ones) if one.more})
+        special = [i for i, planned in enumerate(rows) if not planned.plain]
+        if self._row_by_row and (special or not all(map(_is_greedy, rows))):
+            samples = self._choose_apart(logits, rows, [[i] for i in range(len(rows))])
+        else:
+            try:
+                samples = self._choose(logits, rows)
+            except Exception:  # whose fault it is shows when each of them is alone
+                if not special:
+                    raise
+                plain = [i for i, planned in enumerate(rows) if planned.plain]
+                samples = self._choose_apart(logits, rows, [*([plain] if plain else []), *([i] for i in special)])
+        if not special:
+            return samples
+        good = samples.finite.tolist()
+        whole = [i for i in special if good[i] and not (i in samples.more and samples.more[i].fault)]
+        raised = self._rules.note(rows, samples.tokens, whole)
+        return replace(samples, more={**samples.more, **{i: failed(_own_fault(error)) for i, error in raised.items()}})
 
-    def _sample(self, logits: Tensor, rows: Sequence[PlannedRows]) -> Samples:
+    def _choose(self, logits: Tensor, rows: Sequence[PlannedRows]) -> Samples:
+        """Chooses tokens and changes nothing."""
         settings = [planned.sampling for planned in rows]
         assert None not in settings, "every row given to the sampler samples"
         tokens, finite = self._pieces.likeliest(logits)  # before the rules: own settings never count against the version
-        special = [i for i, planned in enumerate(rows) if not planned.plain]
+        asking = [i for i, planned in enumerate(rows) if not planned.plain]
+        faults = {i: self._broken[rows[i].seat] for i in asking if rows[i].seat in self._broken}
+        special = [i for i in asking if i not in faults]
         drawn = [i for i, sampling in enumerate(settings) if sampling and sampling.temperature > 0]
         if not special:
             if drawn:
                 chosen = torch.tensor(drawn, device=logits.device)
                 tokens[chosen] = self._draw(torch.where(finite[chosen, None], logits[chosen].float(), 0.0), drawn, rows)
-            return Samples(tokens, finite, {})
+            return Samples(tokens, finite, {i: failed(error) for i, error in faults.items()})
         at = torch.tensor(special, device=logits.device)
         ruled = torch.where(finite[at, None], logits[at].float(), 0.0)
-        faults = {special[k]: error for k, error in self._rules.apply(ruled, [rows[i] for i in special]).items()}
+        faults |= {special[k]: error for k, error in self._rules.apply(ruled, [rows[i] for i in special]).items()}
         tokens[at] = ruled.argmax(dim=-1)
         drawn = [i for i in drawn if i not in faults]
         if drawn:
@@ -125,16 +151,55 @@ class Sampler:
             tokens[chosen] = self._draw(shaped, drawn, rows)
         good = finite.tolist()
         whole = [i for i in special if i not in faults and good[i]]
-        self._rules.note(rows, tokens, whole)
         return Samples(tokens, finite, self._more(logits, tokens, rows, whole, faults))
 
-    def score(self, logits: Tensor, rows: Sequence[PlannedRows]) -> list[tuple[Logprobs, ...] | None]:
-        """Says how likely the model found the prompt tokens of rows that are scored; None where its logits were not finite.
+    def _choose_apart(self, logits: Tensor, rows: Sequence[PlannedRows], groups: Sequence[list[int]]) -> Samples:
+        """Chooses group by group; a group is one row, or plain rows.
+
+        Raises:
+            Exception: It comes up in plain rows, or in all of several others.
+        """
+        tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+        finite = torch.ones(len(rows), dtype=torch.bool, device=logits.device)
+        more: dict[int, Chosen] = {}
+        raised: list[Exception] = []
+        for group in groups:
+            try:
+                samples = self._choose(logits[group], [rows[i] for i in group])
+            except Exception as error:
+                if rows[group[0]].plain:
+                    raise
+                raised.append(error)
+                more[group[0]] = failed(_own_fault(error))
+                continue
+            tokens[group], finite[group] = samples.tokens, samples.finite
+            more |= {group[k]: one for k, one in samples.more.items()}
+        if len(raised) == sum(not planned.plain for planned in rows) > 1:
+            raise raised[0]
+        return Samples(tokens, finite, more)
+
+    def score(self, logits: Tensor, rows: Sequence[PlannedRows]) -> list[tuple[Logprobs, ...] | VeneerError | None]:
+        """Says how likely the model found the prompt tokens of rows that are scored.
 
         Args:
             logits: [sum of the numbers of targets, vocab].
             rows: The planned rows that have targets, in order.
+
+        Returns:
+            For each of them the report; None where its logits were not finite, an error where its own report raised.
         """
+        try:
+            return [*self._score(logits, rows)]
+        except Exception as error:
+            if len(rows) == 1:
+                return [_own_fault(error)]
+            parts = logits.split([len(planned.targets) for planned in rows])
+            apart = [self.score(part, [planned])[0] for part, planned in zip(parts, rows, strict=True)]
+            if all(isinstance(one, VeneerError) for one in apart):
+                raise
+            return apart
+
+    def _score(self, logits: Tensor, rows: Sequence[PlannedRows]) -> Iterator[tuple[Logprobs, ...] | None]:
         targets = torch.tensor([token for planned in rows for token in planned.targets], device=logits.device)
         num_top = [planned.num_top for planned in rows for _ in planned.targets]
         size = 1 if self._row_by_row else len(num_top)
@@ -142,12 +207,10 @@ class Sampler:
             report(logits[i : i + size], targets[i : i + size], num_top[i : i + size]) for i in range(0, len(num_top), size)
         )
         finite = iter(logits.amax(dim=-1).isfinite().tolist())
-        scores: list[tuple[Logprobs, ...] | None] = []
         for planned in rows:
             mine = tuple(itertools.islice(reported, len(planned.targets)))
             good = tuple(itertools.islice(finite, len(planned.targets)))
-            scores.append(mine if all(good) else None)
-        return scores
+            yield mine if all(good) else None
 
     @staticmethod
     def _draw(logits: Tensor, drawn: list[int], rows: Sequence[PlannedRows]) -> Tensor:
@@ -159,13 +222,26 @@ class Sampler:
     def _more(
         logits: Tensor, tokens: Tensor, rows: Sequence[PlannedRows], whole: list[int], faults: Mapping[int, VeneerError]
     ) -> dict[int, Chosen]:
-        more = {i: Chosen(None, fault=(error.status, error.message)) for i, error in faults.items()}
+        more = {i: failed(error) for i, error in faults.items()}
         counts = {i: sampling.logprobs for i in whole if (sampling := rows[i].sampling) and sampling.logprobs is not None}
         if counts:
             at = torch.tensor(list(counts), device=logits.device)
             reported = report(logits[at], tokens[at], list(counts.values()))
             more |= {i: Chosen(int(tokens[i]), one) for i, one in zip(counts, reported, strict=True)}
         return more
+
+
+def failed(error: VeneerError) -> Chosen:
+    """Returns what the scheduler is told of a row that cannot go on."""
+    return Chosen(None, fault=(error.status, error.message))
+
+
+def _own_fault(error: Exception) -> VeneerError:
+    """Says that a row's own part raised; the log says where."""
+    if isinstance(error, VeneerError):
+        return error
+    _log.error("the rules of a request raised; it ends", exc_info=error)
+    return InternalError(f"choosing a token of this request failed: {type(error).__name__}")
 
 
 def _is_greedy(planned: PlannedRows) -> bool:

@@ -32,7 +32,22 @@ class AttentionStep(ctypes.Structure):
         ("dim", ctypes.c_int64),
         ("threads", ctypes.c_int64),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
     )
+
+
+def check_shapes(config: Architecture, *, page_size: int) -> None:
+    """Refuses what `cpu.cpp` does not attend to.
+
+    Raises:
+        NativeFormError: Page size or head dimension.
+    """
+    if page_size != PAGE_SIZE:
+        raise NativeFormError(f"the native CPU form has pages of {PAGE_SIZE} tokens, not of {page_size}")
+    if config.head_dim % 16 or config.head_dim > _MAX_HEAD_DIM:
+        raise NativeFormError(
+            f"the native CPU form has head dimensions that are multiples of 16 up to {_MAX_HEAD_DIM}, not {config.head_dim}"
+        )
 
 
 class NativeAttention:
@@ -42,21 +57,15 @@ class NativeAttention:
     `[dim / parts, token, part]`, for values `[token / parts, dim, part]`, where a part is one of the 4 / item size neighbours
     that the processor's pair product takes at once. Queries that share pages walk them together, six at a time: the heads of a
     group for a decode row, rows and heads for a chunk. Contexts longer than 512 tokens are attended to in splits of that length,
-    whose results are merged in order, by all threads when there are few rows. Tokens behind a row's own are not read.
+    whose results are merged in order, by all threads when there are few rows. Tokens behind a row's own are not read, and neither
+    are pages that lie before the window of all rows that walk together.
 
     Raises:
-        NativeFormError: Page size, head dimension, dtype, window or cap that `cpu.cpp` does not have.
+        NativeFormError: Page size, head dimension or dtype that `cpu.cpp` does not have.
     """
 
     def __init__(self, config: Architecture, kv: PagedKv, *, native: Native) -> None:
-        if kv.page_size != PAGE_SIZE:
-            raise NativeFormError(f"the native CPU form has pages of {PAGE_SIZE} tokens, not of {kv.page_size}")
-        if config.head_dim % 16 or config.head_dim > _MAX_HEAD_DIM:
-            raise NativeFormError(
-                f"the native CPU form has head dimensions that are multiples of 16 up to {_MAX_HEAD_DIM}, not {config.head_dim}"
-            )
-        if config.attention_softcap is not None or any(layer.window is not None for layer in config.layers):
-            raise NativeFormError("the native CPU form has neither windows nor capped scores")
+        check_shapes(config, page_size=kv.page_size)
         self._function = native.function("attention", kv.data.dtype)
         self._kv, self._q_size, self._num_heads = kv, config.q_size, config.num_heads
         self._step = AttentionStep(
@@ -66,7 +75,9 @@ class NativeAttention:
             kv_heads=config.num_kv_heads,
             dim=config.head_dim,
             scale=config.attention_scale,
+            softcap=config.attention_softcap or 0.0,
         )
+        self._windows = [layer.window or 0 for layer in config.layers]
         self._address = ctypes.addressof(self._step)
 
     def begin_step(self, batch: Batch) -> None:
@@ -91,5 +102,6 @@ class NativeAttention:
     def __call__(self, qk: Tensor, v: Tensor, *, layer: int) -> Tensor:
         """See `Attention`; rows of qk and v may lie apart (a view of the fused projection)."""
         out = torch.empty(qk.shape[0], self._q_size, dtype=qk.dtype)
-        self._function(self._address, qk.data_ptr(), qk.stride(0), v.data_ptr(), v.stride(0), out.data_ptr(), layer)
+        keys, values, window = qk.data_ptr(), v.data_ptr(), self._windows[layer]
+        self._function(self._address, keys, qk.stride(0), values, v.stride(0), out.data_ptr(), layer, window)
         return out

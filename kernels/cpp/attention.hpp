@@ -19,7 +19,14 @@ struct AttentionStep {
   const int64_t *parts;     // [num_parts, 4]: first row, rows, context, address of the page list (int64)
   int64_t num_rows, num_parts, num_layers, heads, kv_heads, dim;
   int64_t threads;
-  float scale;
+  float scale, softcap;     // scores s become softcap · tanh(s / softcap); 0 leaves them
+};
+
+// A layer as it is attended to; a query sees the last `window` tokens of its own, itself included, 0: all.
+struct Layer {
+  int index;
+  int64_t window;
+  INLINE int64_t first_seen(int64_t length) const { return window ? std::max<int64_t>(0, length - window) : 0; }
 };
 
 // Up to QUERIES queries of one sequence, at one key head; query i is row i / group, head i % group of the part's rows.
@@ -27,6 +34,8 @@ struct Unit {
   const int64_t *pages;
   int64_t first_row, context;
   int first_query, num_queries;
+  INLINE int64_t length(int query, int group) const { return context + (first_query + query) / group + 1; }
+  INLINE int64_t longest(int group) const { return length(num_queries - 1, group); }
 };
 
 struct Result {
@@ -70,20 +79,21 @@ INLINE void weigh(const uint32_t *const *values, const uint32_t (*p)[SPLIT], int
     for (int c = 0; c < V; c++) store(out.o[i] + column + c * LANES, acc[i][c]);
 }
 
-// Attends with Q queries of a unit to the tokens [SPLIT · split, …) of their sequence.
+// Attends with Q queries of a unit to the tokens [SPLIT · split, SPLIT · (split + 1)) of their sequence that one of them sees.
+// Pages that none sees are skipped: they would add exact zeros, so a query's bits do not depend on its neighbours in the unit.
 template <class T, int Q>
-void attend(const AttentionStep &step, const Unit &unit, const uint32_t (*q)[MAX_DIM], int layer, int head, int split, Result &out) {
+void attend(const AttentionStep &step, const Unit &unit, const uint32_t (*q)[MAX_DIM], Layer layer, int head, int split, Result &out) {
   constexpr int PARTS = Words<T>::PARTS;
   const int dim = step.dim, group = step.heads / step.kv_heads;
   const int64_t head_words = PAGE * dim / PARTS, kind_words = head_words * step.kv_heads;
-  const int64_t start = (int64_t)split * SPLIT;
-  const int64_t longest = unit.context + (unit.first_query + Q - 1) / group + 1;
-  const int tokens = (int)std::min<int64_t>(longest - start, SPLIT), num_pages = (tokens + PAGE - 1) / PAGE;
+  const int64_t start = std::max<int64_t>((int64_t)split * SPLIT, layer.first_seen(unit.length(0, group)) / PAGE * PAGE);
+  const int64_t end = std::min<int64_t>(unit.longest(group), (int64_t)(split + 1) * SPLIT);
+  const int tokens = (int)(end - start), num_pages = (tokens + PAGE - 1) / PAGE;
   const uint32_t *keys[2 * SPLIT / PAGE + AHEAD];  // in the order of use: keys, values
   const uint32_t **values = keys + num_pages;
   for (int i = 0; i < num_pages; i++) {
     const int64_t page = unit.pages[start / PAGE + i];
-    keys[i] = (const uint32_t *)step.data + (page * step.num_layers + layer) * 2 * kind_words + head * head_words;
+    keys[i] = (const uint32_t *)step.data + (page * step.num_layers + layer.index) * 2 * kind_words + head * head_words;
     values[i] = keys[i] + kind_words;
   }
   for (int i = 0; i < AHEAD; i++) values[num_pages + i] = i < num_pages ? keys[i] + head_words : keys[0];  // often the next item's
@@ -95,16 +105,22 @@ void attend(const AttentionStep &step, const Unit &unit, const uint32_t (*q)[MAX
     for (; page + 2 <= num_pages; page += 2) score<T, Q, 2>(keys + page, q, dim / PARTS, scale, s, page * PAGE);
   for (; page < num_pages; page++) score<T, Q, 1>(keys + page, q, dim / PARTS, scale, s, page * PAGE);
 
+  if (step.softcap > 0)
+    for (int i = 0; i < Q; i++)
+      for (int at = 0; at < num_pages * PAGE; at += LANES) store(s[i] + at, capped(load(s[i] + at), step.softcap));
+
   for (int i = 0; i < Q; i++) {
-    const int64_t length = unit.context + (unit.first_query + i) / group + 1;
-    const int own = (int)std::clamp<int64_t>(length - start, 0, tokens);
+    const int64_t length = unit.length(i, group);
+    const int own = (int)std::clamp<int64_t>(length - start, 0, tokens);  // behind it, and before `hidden`, nothing is seen
+    const int hidden = (int)std::clamp<int64_t>(layer.first_seen(length) - start, 0, own), at_first = hidden / LANES * LANES;
+    auto seen = [&](int at) { return (lanes() < own - at) & (lanes() >= hidden - at); };
     const floats least = all(-std::numeric_limits<float>::infinity());
     floats m = least, l = {};
-    for (int at = 0; at < own; at += LANES) m = larger(lanes() < own - at ? load(s[i] + at) : least, m);
+    for (int at = at_first; at < own; at += LANES) m = larger(seen(at) ? load(s[i] + at) : least, m);
     out.m[i] = largest(m);
     for (int at = 0; at < num_pages * PAGE; at += LANES) {
       floats e = {};
-      if (at < own) e = lanes() < own - at ? exponential(load(s[i] + at) - out.m[i]) : e;
+      if (at >= at_first && at < own) e = seen(at) ? exponential(load(s[i] + at) - out.m[i]) : e;
       l += e;
       Words<T>::pack(p[i] + at / PARTS, e);
     }
@@ -128,7 +144,7 @@ void merge(Result &into, const Result &next, int queries, int dim) {
 }
 
 template <class T>
-void attend_any(const AttentionStep &step, const Unit &unit, const uint32_t (*q)[MAX_DIM], int layer, int head, int split, Result &out) {
+void attend_any(const AttentionStep &step, const Unit &unit, const uint32_t (*q)[MAX_DIM], Layer layer, int head, int split, Result &out) {
   switch (unit.num_queries) {
     case 1: return attend<T, 1>(step, unit, q, layer, head, split, out);
     case 2: return attend<T, 2>(step, unit, q, layer, head, split, out);
@@ -187,31 +203,30 @@ std::vector<Unit> units_of(const AttentionStep &step) {
   return units;
 }
 
-int splits_of(const Unit &unit, int group) {
-  const int64_t longest = unit.context + (unit.first_query + unit.num_queries - 1) / group + 1;
-  return (int)((longest + SPLIT - 1) / SPLIT);
-}
+int first_split_of(const Unit &unit, Layer layer, int group) { return (int)(layer.first_seen(unit.length(0, group)) / SPLIT); }
+
+int splits_of(const Unit &unit, int group) { return (int)((unit.longest(group) + SPLIT - 1) / SPLIT); }
 
 template <class T>
-void attention(const AttentionStep &step, const T *qk, int64_t qk_stride, const T *v, int64_t v_stride, T *out, int layer) {
+void attention(const AttentionStep &step, const T *qk, int64_t qk_stride, const T *v, int64_t v_stride, T *out, Layer layer) {
   const std::vector<Unit> units = units_of(step);
   const int group = step.heads / step.kv_heads, kv_heads = step.kv_heads;
   const int64_t num_items = (int64_t)units.size() * kv_heads;
   int most_splits = 1;
-  for (const Unit &unit : units) most_splits = std::max(most_splits, splits_of(unit, group));
+  for (const Unit &unit : units) most_splits = std::max(most_splits, splits_of(unit, group) - first_split_of(unit, layer, group));
   const bool spread = most_splits > 1 && num_items < 8 * step.threads;  // too few items to fill the threads
   std::vector<Result> parts(spread ? num_items * most_splits : 0);
 #pragma omp parallel num_threads(step.threads)
   {
     alignas(64) uint32_t q[QUERIES][MAX_DIM];
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < step.num_rows; t++) append(step, qk, qk_stride, v, v_stride, layer, t);
+    for (int64_t t = 0; t < step.num_rows; t++) append(step, qk, qk_stride, v, v_stride, layer.index, t);
     if (spread) {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < num_items * most_splits; i++) {
         const int64_t item = i / most_splits;
         const Unit &unit = units[item / kv_heads];
-        const int split = i % most_splits, head = item % kv_heads;
+        const int split = first_split_of(unit, layer, group) + i % most_splits, head = item % kv_heads;
         if (split >= splits_of(unit, group)) continue;
         copy_queries(step, unit, qk, qk_stride, head, q);
         attend_any<T>(step, unit, q, layer, head, split, parts[i]);
@@ -220,7 +235,8 @@ void attention(const AttentionStep &step, const T *qk, int64_t qk_stride, const 
       for (int64_t item = 0; item < num_items; item++) {
         const Unit &unit = units[item / kv_heads];
         Result &result = parts[item * most_splits];
-        for (int split = 1; split < splits_of(unit, group); split++) merge(result, (&result)[split], unit.num_queries, step.dim);
+        const int num_splits = splits_of(unit, group) - first_split_of(unit, layer, group);
+        for (int split = 1; split < num_splits; split++) merge(result, (&result)[split], unit.num_queries, step.dim);
         finish(step, unit, result, item % kv_heads, out);
       }
     } else {
@@ -228,10 +244,10 @@ void attention(const AttentionStep &step, const T *qk, int64_t qk_stride, const 
 #pragma omp for schedule(dynamic, 4)
       for (int64_t item = 0; item < num_items; item++) {
         const Unit &unit = units[item / kv_heads];
-        const int head = item % kv_heads;
+        const int head = item % kv_heads, first = first_split_of(unit, layer, group);
         copy_queries(step, unit, qk, qk_stride, head, q);
-        attend_any<T>(step, unit, q, layer, head, 0, result);
-        for (int split = 1; split < splits_of(unit, group); split++) {
+        attend_any<T>(step, unit, q, layer, head, first, result);
+        for (int split = first + 1; split < splits_of(unit, group); split++) {
           attend_any<T>(step, unit, q, layer, head, split, next);
           merge(result, next, unit.num_queries, step.dim);
         }

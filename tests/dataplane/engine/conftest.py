@@ -15,6 +15,7 @@ from dataplane.engine.config import EngineConfig
 from dataplane.model.architecture import Architecture
 from dataplane.model.config import parse_config
 from dataplane.model.decoder import weight_shapes
+from tests.dataplane.frontend.conftest import train_byte_level
 
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,6 +30,9 @@ FIELDS = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
+
+EOS = 0
+SPOKEN_VOCAB = 512
 
 
 class PlainLlama:
@@ -93,6 +97,21 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory, tiny_weights: dict[str, t
     folder = tmp_path_factory.mktemp("tiny-llama")
     (folder / "config.json").write_text(json.dumps(FIELDS))
     save_file(tiny_weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def spoken_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with a tokenizer, for what needs text."""
+    folder = tmp_path_factory.mktemp("spoken-llama")
+    fields = FIELDS | {"vocab_size": SPOKEN_VOCAB, "eos_token_id": EOS}
+    (folder / "config.json").write_text(json.dumps(fields))
+    generator = torch.Generator().manual_seed(1)
+    shapes = weight_shapes(parse_config(fields))
+    save_file(
+        {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}, folder / "model.safetensors"
+    )
+    train_byte_level().save(str(folder / "tokenizer.json"))
     return folder
 
 

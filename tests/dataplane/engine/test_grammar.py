@@ -12,8 +12,6 @@ from typing import Any
 
 import llguidance
 import pytest
-import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from dataplane.engine import grammar as module
@@ -22,14 +20,10 @@ from dataplane.engine.config import EngineConfig
 from dataplane.engine.grammar import GrammarCompiler, GrammarMask, Grammars, read_eos_ids
 from dataplane.engine.intake import Arrival
 from dataplane.engine.messages import Sampling, Submit
-from dataplane.model.config import parse_config
-from dataplane.model.decoder import weight_shapes
-from tests.dataplane.engine.conftest import FIELDS
-from tests.dataplane.frontend.conftest import train_byte_level
+from tests.dataplane.engine.conftest import EOS
+from tests.dataplane.engine.conftest import SPOKEN_VOCAB as VOCAB
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 
-EOS = 0
-VOCAB = 512
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["fox", "dog"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -47,27 +41,14 @@ def of_schema(schema: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("with-tokenizer")
-    fields = FIELDS | {"vocab_size": VOCAB, "eos_token_id": EOS}
-    (folder / "config.json").write_text(json.dumps(fields))
-    generator = torch.Generator().manual_seed(1)
-    shapes = weight_shapes(parse_config(fields))
-    weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
-    save_file(weights, folder / "model.safetensors")
-    train_byte_level().save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def compiler(model_dir: Path) -> GrammarCompiler:
-    return GrammarCompiler(model_dir, vocab_size=VOCAB)
+def compiler(spoken_dir: Path) -> GrammarCompiler:
+    return GrammarCompiler(spoken_dir, vocab_size=VOCAB)
 
 
 @pytest.fixture
-async def client(model_dir: Path) -> AsyncIterator[EngineClient]:
+async def client(spoken_dir: Path) -> AsyncIterator[EngineClient]:
     config = EngineConfig(
-        model_dir=str(model_dir), dtype="float32", num_threads=1, max_sequences=8, max_step_tokens=32, kv_bytes=1 << 20,
+        model_dir=str(spoken_dir), dtype="float32", num_threads=1, max_sequences=8, max_step_tokens=32, kv_bytes=1 << 20,
         arena_bytes=0, max_slots=1,
     )  # fmt: skip
     started = await EngineClient.start(config, in_process=True)
@@ -90,9 +71,9 @@ async def ids_of(client: EngineClient, submit: Submit) -> list[int]:
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 async def test_constrained_texts_match_and_their_neighbours_are_as_alone(
-    client: EngineClient, model_dir: Path, temperature: float
+    client: EngineClient, spoken_dir: Path, temperature: float
 ) -> None:
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(spoken_dir / "tokenizer.json"))
     alone = await ids_of(client, request("alone", max_tokens=40, stop_token_ids=()))
     patterns = ["[a-c]{3}-[0-9]{2}", "(the|a) (fox|dog)", "naïve café|👩‍👩‍👧"]
     runs = await asyncio.gather(
@@ -113,14 +94,14 @@ async def test_constrained_texts_match_and_their_neighbours_are_as_alone(
     assert runs[5] == alone
 
 
-async def test_a_grammar_goes_on_where_it_was_after_a_preemption(model_dir: Path) -> None:
+async def test_a_grammar_goes_on_where_it_was_after_a_preemption(spoken_dir: Path) -> None:
     page_bytes = 2 * 2 * 16 * 32 * 4
     config = EngineConfig(
-        model_dir=str(model_dir), dtype="float32", num_threads=1, max_sequences=4, max_step_tokens=32,
+        model_dir=str(spoken_dir), dtype="float32", num_threads=1, max_sequences=4, max_step_tokens=32,
         kv_bytes=6 * page_bytes, arena_bytes=0, max_slots=1, max_context=70,
     )  # fmt: skip
     client = await EngineClient.start(config, in_process=True)
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(spoken_dir / "tokenizer.json"))
     runs = await asyncio.gather(*(ids_of(client, request(f"r{i}", of_regex("([ab]{2}c){13}d"))) for i in range(3)))
     for ids in runs:
         assert re.fullmatch("([ab]{2}c){13}d", tokenizer.decode(ids))
@@ -194,14 +175,14 @@ def test_grammars_that_wait_are_bounded_and_their_ids_unique(compiler: GrammarCo
     assert grammars.request_ids == ()
 
 
-def test_without_the_library_only_structured_outputs_are_missing(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_only_structured_outputs_are_missing(spoken_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FailedPreconditionError, match="llguidance"):
-        GrammarCompiler(model_dir, vocab_size=VOCAB).compile(of_regex("a"))
+        GrammarCompiler(spoken_dir, vocab_size=VOCAB).compile(of_regex("a"))
 
 
-def test_a_base_without_an_end_has_no_structured_outputs(model_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+def test_a_base_without_an_end_has_no_structured_outputs(spoken_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((spoken_dir / "tokenizer.json").read_bytes())
     with pytest.raises(FailedPreconditionError, match="end-of-sequence"):
         GrammarCompiler(tmp_path, vocab_size=VOCAB).compile(of_regex("a"))
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from dataplane.engine.config import EngineConfig
+from dataplane.engine.forms import find_native
 from dataplane.engine.memory import DoesNotFitError, available_bytes, check_fits, plan_memory
+from kernels.native import Native
 
 Make = Callable[..., EngineConfig]
 
@@ -38,6 +40,22 @@ def test_a_plan_beyond_the_memory_is_refused_with_its_table(tiny_config: Make, p
     check_fits(plan, None)
     with pytest.raises(DoesNotFitError, match="KV pages"):
         check_fits(plan, plan.total - 1)
+
+
+def test_the_plan_counts_what_the_chosen_form_gathers(tiny_config: Make, plain: Any) -> None:
+    changes = {"max_step_rank_rows": 256, "max_rank": 64, "max_sequences": 8, "max_step_tokens": 32}
+
+    def workspace(**more: Any) -> int:
+        return plan_memory(tiny_config(**changes, **more), plain.config).workspace
+
+    rank_rows = 256 * 2 * (64 + 64 + 2 * (64 + 32) + 64 + 64 + 3 * (64 + 96)) * 4
+    page = 2 * 16 * 32 * 4  # of one layer
+    assert workspace(cpu_form="torch") - workspace(cpu_form="torch", arena_bytes=0) == rank_rows
+    least = workspace(cpu_form="torch", batch_invariant=True)
+    assert workspace(cpu_form="torch") - least == rank_rows + 2 * 7 * 16 * page
+    if isinstance(find_native(tiny_config(), plain.config), Native):
+        assert workspace() == workspace(arena_bytes=0) + 32 * 3 * 64 * 4
+        assert least - workspace(arena_bytes=0) == 2 * 16 * page
 
 
 def test_the_machine_says_what_it_has() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,8 +23,8 @@ LONG = [(511, 1), (512, 1), (1300, 1), (500, 40)]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-def config_of(head_dim: int, group: int) -> Architecture:
-    return parse_config(
+def config_of(head_dim: int, group: int, *, window: int | None = None, cap: float | None = None) -> Architecture:
+    plain = parse_config(
         {
             "architectures": ["LlamaForCausalLM"],
             "hidden_size": 64,
@@ -35,6 +37,9 @@ def config_of(head_dim: int, group: int) -> Architecture:
             "max_position_embeddings": 4096,
         }
     )
+    layers = (plain.layers[0], replace(plain.layers[LAYER], window=window))
+    scale = plain.attention_scale if cap is None else 0.25
+    return replace(plain, layers=layers, attention_softcap=cap, attention_scale=scale)
 
 
 class Sequences:
@@ -82,8 +87,12 @@ class Sequences:
         rows = self.rows[sequence][: start + count].double()
         q, k, v = rows.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", q[start:], k) / config.head_dim**0.5
+        scores = torch.einsum("qhd,khd->hqk", q[start:], k) * config.attention_scale
+        if config.attention_softcap is not None:
+            scores = config.attention_softcap * (scores / config.attention_softcap).tanh()
         hidden = torch.ones(count, start + count).triu(start + 1).bool()
+        if (window := config.layers[LAYER].window) is not None:
+            hidden |= torch.ones(count, start + count).tril(start - window).bool()
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v).flatten(1)
 
 
@@ -118,14 +127,28 @@ def test_long_contexts_are_attended_to_in_splits(native: Native, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("instruction_set", AVAILABLE, ids=lambda one: one.name)
-def test_every_instruction_set_computes_the_same(instruction_set: InstructionSet, dtype: torch.dtype) -> None:
-    check(load_native(instruction_set), config_of(48, 3), [*MIX, (600, 1)], dtype)
+@pytest.mark.parametrize("window", [1, 7, 16, 33, 511, 600])
+def test_a_windowed_layer_sees_the_last_tokens_only(native: Native, window: int, dtype: torch.dtype) -> None:
+    check(native, config_of(32, 3, window=window), [*MIX, *LONG], dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_row_keeps_its_bits_whatever_is_computed_beside_it(native: Native, dtype: torch.dtype) -> None:
-    config = config_of(64, 3)
+def test_scores_are_scaled_and_capped(native: Native, dtype: torch.dtype) -> None:
+    check(native, config_of(64, 2, cap=5.0), [*MIX, *LONG], dtype)
+    check(native, config_of(256, 2, cap=5.0, window=20), [*MIX, *LONG], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("instruction_set", AVAILABLE, ids=lambda one: one.name)
+def test_every_instruction_set_computes_the_same(instruction_set: InstructionSet, dtype: torch.dtype) -> None:
+    check(load_native(instruction_set), config_of(48, 3), [*MIX, (600, 1)], dtype)
+    check(load_native(instruction_set), config_of(48, 3, window=9, cap=5.0), [*MIX, (600, 1)], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 40, 700])
+def test_a_row_keeps_its_bits_whatever_is_computed_beside_it(native: Native, window: int | None, dtype: torch.dtype) -> None:
+    config = config_of(64, 3, window=window)
     sequences = Sequences(config, [1200, 90, 30], dtype)
     attention = NativeAttention(config, sequences.kv, native=native)
     whole = sequences.run(attention, [(0, 0, 1200), (1, 0, 90), (2, 0, 30)])
