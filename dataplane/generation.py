@@ -213,10 +213,11 @@ class Generator:
             if active_from is None:
                 served = Served(served.request_id, self._base_digest, fallback=FallbackReason.NOT_INVOKED)
             submits = self._submits(request, answer.caller, budget, served, active_from=active_from or 0, grammar=grammar)
-            timers = [self._metrics.timer(answer.caller.tenant, started_s) for _ in submits]
+            counts = (len(budget.ids), *[0] * (len(submits) - 1))  # the choices of a request have one prompt
+            timers = [self._metrics.timer(caller.tenant, started_s, prompt_tokens=count) for count in counts]
             async with aclosing(self._answer(request, answer.caller, served, submits)) as parts:
                 async for part in parts:
-                    self._metrics.saw(timers[part.choice], part.piece, first_choice=part.choice == 0)
+                    self._metrics.saw(timers[part.choice], part.piece)
                     yield part
 
     async def _answer(

@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from dataplane.engine.messages import State
+from dataplane.engine.queue_times import BOUNDS_S
 from dataplane.token_stream import Piece
 
-_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _OTHER = "other"
 
 
 @dataclass(slots=True)
 class RequestTimer:
-    """When one request began and when its last piece went out, in monotonic seconds. Owned by that request."""
+    """When one request began and when its last piece went out, in monotonic seconds. Owned by that request.
+
+    Attributes:
+        tenant: Label of its tenant.
+        started_s: When it began.
+        prompt_tokens: Tokens of its prompt, counted with its first piece.
+        last_s: When its last piece went out.
+    """
 
     tenant: str
     started_s: float
+    prompt_tokens: int = 0
     last_s: float | None = None
+
+
+class _QueueTimes(Collector):
+    """The histogram of waits that the engine keeps itself."""
+
+    def __init__(self, base_name: str) -> None:
+        self._base_name = base_name
+        self.counts: tuple[int, ...] = ()
+        self.total_s = 0.0
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """Returns it; called by the thread that renders the page."""
+        text = "From the engine's queue to the first step, since the engine's start."
+        family = HistogramMetricFamily("vllm:request_queue_time_seconds", text, labels=("model_name",))
+        if counts := self.counts:
+            names = (*map(str, map(float, BOUNDS_S)), "+Inf")
+            family.add_metric((self._base_name,), list(zip(names, itertools.accumulate(counts), strict=True)), self.total_s)
+        return (family,)
 
 
 class Metrics:
@@ -45,13 +74,18 @@ class Metrics:
             return Gauge(name, text, labels, registry=registry).labels(base_name)
 
         def histogram(name: str, text: str) -> Histogram:
-            return Histogram(name, text, labels, buckets=_SECONDS, registry=registry).labels(base_name)
+            return Histogram(name, text, labels, buckets=BOUNDS_S, registry=registry).labels(base_name)
 
         def counter(name: str, text: str, labels: Iterable[str]) -> Counter:
             return Counter(name, text, tuple(labels), registry=registry)
 
         self._running = gauge("vllm:num_requests_running", "Requests that run.")
         self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait.")
+        self._reasons = Gauge(
+            "vllm:num_requests_waiting_by_reason", "Requests that wait, by what for.", ("model_name", "reason"), registry=registry
+        )
+        self._queue_times = _QueueTimes(base_name)
+        registry.register(self._queue_times)
         self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Used part of the KV pages; 1 is all.")
         self._cache_config = Gauge("vllm:cache_config_info", "Always 1.", ("block_size", "num_gpu_blocks"), registry=registry)
         self._prefix = {
@@ -75,7 +109,7 @@ class Metrics:
         )
 
         self._load_seconds = Histogram(
-            "veneer_adapter_load_seconds", "Time of loads by hop.", ("origin", "target"), buckets=_SECONDS, registry=registry
+            "veneer_adapter_load_seconds", "Time of loads by hop.", ("origin", "target"), buckets=BOUNDS_S, registry=registry
         )
         self._load_failures = counter("veneer_adapter_load_failures", "Loads that failed for good.", ["status"])
         self._evictions = counter("veneer_adapter_evictions", "Adapters that made room.", ["level"])
@@ -102,16 +136,18 @@ class Metrics:
         self._engine_seconds = counter("veneer_engine_seconds", "Time of the step loop by part.", ["part"])
         self._engine_seconds_seen: dict[str, float] = {}
 
-    def timer(self, tenant: str, started_s: float) -> RequestTimer:
-        """Returns what times one request."""
-        return RequestTimer(self._tenant(tenant), started_s)
+    def timer(self, tenant: str, started_s: float, *, prompt_tokens: int = 0) -> RequestTimer:
+        """Returns what times one choice of a request; `prompt_tokens` are counted with its first piece."""
+        return RequestTimer(self._tenant(tenant), started_s, prompt_tokens)
 
-    def saw(self, timer: RequestTimer, piece: Piece, *, first_choice: bool = True) -> None:
-        """Counts a piece of a choice that goes out now; the prompt is counted with the first choice only."""
+    def saw(self, timer: RequestTimer, piece: Piece) -> None:
+        """Counts a piece that goes out now."""
         now_s = time.monotonic()
         num_tokens = len(piece.ids)
         if timer.last_s is None:
             self._first_token.observe(now_s - timer.started_s)
+            self._prompt_tokens.inc(timer.prompt_tokens)
+            self._tenant_tokens.labels(timer.tenant, "prompt").inc(timer.prompt_tokens)
         else:
             for _ in range(num_tokens):
                 self._inter_token.observe((now_s - timer.last_s) / num_tokens)
@@ -120,10 +156,6 @@ class Metrics:
         self._tenant_tokens.labels(timer.tenant, "completion").inc(num_tokens)
         if piece.end is not None:
             self._whole.observe(now_s - timer.started_s)
-            if not first_choice:
-                return
-            self._prompt_tokens.inc(piece.end.prompt_tokens)
-            self._tenant_tokens.labels(timer.tenant, "prompt").inc(piece.end.prompt_tokens)
 
     def mean_load_s(self, origin: str, target: str) -> float:
         """Returns the mean time of a hop in seconds; 0 when there was none."""
@@ -168,6 +200,9 @@ class Metrics:
         """Shows the engine's counters."""
         self._running.set(state.running)
         self._waiting.set(state.waiting)
+        for reason, count in state.waiting_by_reason.items():
+            self._reasons.labels(self._base_name, reason).set(count)
+        self._queue_times.counts, self._queue_times.total_s = state.queue_counts, state.queue_seconds
         self._kv_usage.set(state.kv_pages_used / max(state.kv_pages_total, 1))
         self._cache_config.labels(page_size, state.kv_pages_total).set(1)
         for kind, count in (("queries", state.prefix_queries), ("hits", state.prefix_hits)):

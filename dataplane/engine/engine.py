@@ -36,6 +36,7 @@ from dataplane.engine.messages import (
     Unstage,
 )
 from dataplane.engine.plan import Plan, TokenMask
+from dataplane.engine.queue_times import QueueTimes
 from dataplane.engine.runner import Runner
 from dataplane.engine.scheduler import Scheduler
 from dataplane.engine.stopwatch import Stopwatch
@@ -95,6 +96,7 @@ class Engine:
         self._unit_bytes = config.arena_unit_bytes
         self._arena_bytes = self._runner.arena.num_units * config.arena_unit_bytes
         self._watch = Stopwatch()
+        self._queue_times = QueueTimes()
         self._stopping = False
         self._steps = self._generated = self._mixed_steps = 0
         self._max_adapters = self._max_rows = 0
@@ -145,6 +147,7 @@ class Engine:
         events += self._scheduler.expire(time.monotonic())
         self._watch.lap("receive")
         plan = self._scheduler.schedule()
+        self._queue_times.observe(self._scheduler.take_admitted(), time.monotonic())
         self._watch.lap("schedule")
         if plan is not None and plan.rows:
             self._count(plan)
@@ -239,6 +242,9 @@ class Engine:
             kv_pages_kept=self._pool.num_kept,
             prefix_queries=scheduler.prefix.queries,
             prefix_hits=scheduler.prefix.hits,
+            waiting_by_reason=scheduler.waiting_by_reason(),
+            queue_counts=self._queue_times.counts,
+            queue_seconds=self._queue_times.total_s,
             arena_bytes_used=residency.units_used * self._unit_bytes,
             arena_bytes_total=self._arena_bytes,
             leases=sum(holding.leases for holding in holdings),

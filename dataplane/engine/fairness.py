@@ -113,6 +113,16 @@ class Tenants:
         """Versions that requests wait for, first asked for first, and the tenant that did."""
         return ((version, next(iter(parked.sequences.values())).submit.tenant) for version, parked in self._parked.items())
 
+    @property
+    def num_loading(self) -> int:
+        """Requests that wait for a load."""
+        return sum(len(parked.sequences) for parked in self._parked.values())
+
+    @property
+    def num_aside(self) -> int:
+        """Requests that wait but are not in line: those and preempted ones whose reader is slow."""
+        return sum(account.num_parked for account in self._accounts.values())
+
     def queue_of(self, tenant: str) -> tuple[int, int]:
         """Returns how many requests of a tenant wait, for a load or for a turn, and how many prompt tokens they have."""
         account = self._accounts.get(tenant)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 MAX_LOGIT_BIAS = 300
@@ -291,6 +291,10 @@ class Holding:
 class State:
     """Counters of the engine; names as in `veneer.dataplane.v1.EngineState`.
 
+    `waiting_by_reason` tells how many of those that wait lack a seat (`capacity`), `pages`, `rank_rows` or room in the `arena`,
+    wait for their `image`, stand aside since their reader is slow (`paused`), or for their `turn`. `queue_counts` are requests
+    that ran for the first time, by how long they had waited (see `queue_times`), `queue_seconds` the sum of that.
+
     `kv_pages_kept` are free pages whose contents can be shared; `prefix_queries` and `prefix_hits` count prompt tokens that were
     looked up, and found, in the prefix cache. `seconds` says where the loop's time went since start: to `receive` commands,
     `schedule`, `run` (of which `fill`, `forward` and `sample` are parts), `commit` and `emit`.
@@ -318,6 +322,9 @@ class State:
     prefix_queries: int = 0
     prefix_hits: int = 0
     seconds: tuple[tuple[str, float], ...] = ()
+    waiting_by_reason: dict[str, int] = field(default_factory=dict)
+    queue_counts: tuple[int, ...] = ()
+    queue_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +382,8 @@ def _build(kind: type[Any], fields: dict[str, Any]) -> Any:
     if kind is State:
         holdings = tuple(Holding(**holding) for holding in fields["holdings"])
         seconds = tuple((str(part), float(number)) for part, number in fields["seconds"])
-        return State(**{**fields, "holdings": holdings, "seconds": seconds})
+        counts = tuple(fields["queue_counts"])
+        return State(**{**fields, "holdings": holdings, "seconds": seconds, "queue_counts": counts})
     if kind is Ready:
         return Ready(**{**fields, "plan": tuple(fields["plan"])})
     return kind(**fields)

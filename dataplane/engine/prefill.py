@@ -77,6 +77,13 @@ class Prefill:
             for sequence, _ in self._passed:
                 sequence.passes += 1
 
+    def count_lacking(self) -> dict[str, int]:
+        """Returns how many of those that the last step passed over lack what."""
+        counts = {lack.value: 0 for lack in (Lack.PAGES, Lack.RANK_ROWS, Lack.ARENA)}
+        for sequence, lack in self._passed:
+            counts[lack.value] += sequence.phase is Phase.WAITING and not sequence.is_parked and not sequence.paused
+        return counts
+
     def _begin(self, favoured: list[Sequence]) -> list[Sequence]:
         """Forgets what the last step found; returns who is tried first."""
         for sequence, _ in self._passed:

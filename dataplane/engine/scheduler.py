@@ -75,6 +75,20 @@ class Scheduler:
         """Requests that have not ended, oldest first."""
         return self._requests.ids
 
+    def waiting_by_reason(self) -> dict[str, int]:
+        """Returns how many sequences wait for what, as of the last step; see `State`."""
+        tenants, counts = self._tenants, self._prefill.count_lacking()
+        in_line = tenants.num_waiting - tenants.num_aside
+        rest = in_line - sum(counts.values())
+        counts |= {"image": tenants.num_loading, "paused": tenants.num_aside - tenants.num_loading}
+        has_seats = bool(self._seating.seats)
+        return counts | {"capacity": 0 if has_seats else rest, "turn": rest if has_seats else 0}
+
+    def take_admitted(self) -> list[float]:
+        """Returns when those came that ran for the first time since the last call."""
+        admitted, self._seating.admitted = self._seating.admitted, []
+        return admitted
+
     def add(
         self,
         submit: Submit,
@@ -109,6 +123,7 @@ class Scheduler:
         self._admission.check(submit)
         deadline = None if submit.deadline_s is None else now + submit.deadline_s
         sequence = Sequence(submit, deadline=deadline, max_context=limit, chain=chain, keys=keys, mask=mask)
+        sequence.came = now
         self._requests.add(sequence)
         self._tenants.push(sequence)
         self._leases.expect(submit.version)

@@ -27,6 +27,7 @@ class Seating:
         running: Sequences that hold a seat, oldest first; others only read it.
         seats: Free seats; others only read them.
         relief: Who gives way.
+        admitted: When those came that were seated for the first time since somebody took this list.
     """
 
     def __init__(self, limits: Limits, pool: PagePool, tenants: Tenants, *, prefix: PrefixCache, leases: Leases) -> None:
@@ -35,6 +36,7 @@ class Seating:
         self._prefix = prefix
         self._leases = leases
         self._num_admitted = 0
+        self.admitted: list[float] = []
         self.running: list[Sequence] = []
         self.seats = list(range(limits.max_sequences - 1, -1, -1))
         self.relief = Relief(limits, pool, tenants, seats=self.seats, running=self.running, leases=leases)
@@ -62,6 +64,9 @@ class Seating:
         if sequence.order < 0:
             sequence.order = self._num_admitted
             self._num_admitted += 1
+        if sequence.came is not None:
+            self.admitted.append(sequence.came)
+            sequence.came = None
         self._tenants.start(sequence)
         sequence.phase = Phase.RUNNING
         sequence.is_unfinished = True

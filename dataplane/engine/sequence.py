@@ -61,6 +61,7 @@ class Sequence:
         pages: KV pages, in order of positions.
         chain: What extends `keys`; None when its pages are not shared.
         keys: Keys of its full pages, from the first on, as far as they are known.
+        came: When it was queued, by the engine's clock; None once it was seated.
         account: Its tenant's, from the moment it is queued.
         is_parked: It waits for its adapter to be loaded.
         is_unfinished: It runs, and its known tokens are not all planned.
@@ -83,6 +84,7 @@ class Sequence:
     __slots__ = (
         "account",
         "active_from",
+        "came",
         "chain",
         "deadline",
         "in_flight",
@@ -142,6 +144,7 @@ class Sequence:
         self.chain = chain
         self.keys = list(keys)
         self.num_named = 0
+        self.came: float | None = None
         self.account: Account
         self.is_parked = False
         self.is_unfinished = False

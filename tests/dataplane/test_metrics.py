@@ -75,7 +75,7 @@ def test_the_list_of_resident_adapters_is_one_series_however_often_it_changes(
 
 
 def test_a_request_is_timed_from_its_start_to_its_last_token(metrics: Metrics, registry: CollectorRegistry) -> None:
-    timer = metrics.timer("acme", time.monotonic() - 0.3)
+    timer = metrics.timer("acme", time.monotonic() - 0.3, prompt_tokens=10)
     metrics.saw(timer, Piece(0, (1,), "a", None))
     metrics.saw(timer, Piece(1, (2, 3), "b", End("stop", 10, 3)))
     labels = {"model_name": "tiny"}
@@ -88,11 +88,29 @@ def test_a_request_is_timed_from_its_start_to_its_last_token(metrics: Metrics, r
     assert registry.get_sample_value("veneer_tenant_tokens_total", {"tenant": "acme", "kind": "completion"}) == 3
 
 
-def test_the_prompt_of_several_choices_is_counted_once(metrics: Metrics, registry: CollectorRegistry) -> None:
-    for choice in range(3):
-        metrics.saw(metrics.timer("acme", 0), Piece(0, (1,), "a", End("stop", 10, 1)), first_choice=choice == 0)
+def test_a_prompt_is_counted_with_its_first_tokens_whether_or_not_the_stream_ends_well(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
+    timer = metrics.timer("acme", 0, prompt_tokens=10)
+    for index in range(3):
+        metrics.saw(timer, Piece(index, (1,), "a", None))
     assert registry.get_sample_value("vllm:prompt_tokens_total", {"model_name": "tiny"}) == 10
-    assert registry.get_sample_value("vllm:generation_tokens_total", {"model_name": "tiny"}) == 3
+    assert registry.get_sample_value("veneer_tenant_tokens_total", {"tenant": "acme", "kind": "prompt"}) == 10
+
+
+def test_waiting_requests_are_shown_by_what_they_wait_for_and_how_long_they_did(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
+    counts = (3, 2, *[0] * 18, 1)
+    state = replace(STATE, waiting_by_reason={"image": 2, "turn": 0}, queue_counts=counts, queue_seconds=200.5)
+    metrics.show_engine(state, page_size=16, max_slots=40)
+    labels = {"model_name": "tiny"}
+    assert registry.get_sample_value("vllm:num_requests_waiting_by_reason", labels | {"reason": "image"}) == 2
+    assert registry.get_sample_value("vllm:num_requests_waiting_by_reason", labels | {"reason": "turn"}) == 0
+    for bound, count in (("0.001", 3), ("0.005", 5), ("160.0", 5), ("+Inf", 6)):
+        assert registry.get_sample_value("vllm:request_queue_time_seconds_bucket", labels | {"le": bound}) == count
+    assert registry.get_sample_value("vllm:request_queue_time_seconds_count", labels) == 6
+    assert registry.get_sample_value("vllm:request_queue_time_seconds_sum", labels) == 200.5
 
 
 def test_tenants_beyond_the_cap_share_a_label(metrics: Metrics, registry: CollectorRegistry) -> None:

@@ -347,7 +347,14 @@ async def test_the_metrics_page_has_the_names_that_routers_read(rig: Rig) -> Non
 
     await asyncio.sleep(1.1)  # the figures are taken once a second
     text = await asyncio.to_thread(page)
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "lora_requests_info"):
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "num_requests_waiting_by_reason",
+        "request_queue_time_seconds_bucket",
+        "kv_cache_usage_perc",
+        "lora_requests_info",
+    ):
         assert f"vllm:{name}{{" in text
     assert f'running_lora_adapters="{rig.plane.source.version}"' in text
     assert TENANT not in text
