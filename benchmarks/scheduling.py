@@ -115,7 +115,7 @@ def measure_schedule(*, steps: int = 2000, warm_up: int = 300) -> list[Row]:
         plan = scheduler.schedule()
         planned = time.perf_counter()
         assert plan is not None, "there is always work"
-        tokens = [5] * sum(rows.sampling is not None for rows in plan.rows)
+        tokens = [5] * (len(plan.decodes) + sum(rows.sampling is not None for rows in plan.rows))
         ran = time.perf_counter()
         outcome = scheduler.commit(plan, tokens, seconds=0.08)
         taken.append(planned - start + time.perf_counter() - ran)

@@ -20,6 +20,8 @@ INTEGER_MODULES = (
     "dataplane.engine.requests",
     "dataplane.engine.prefill",
     "dataplane.engine.draft",
+    "dataplane.engine.decoders",
+    "dataplane.engine.commits",
     "dataplane.engine.seating",
     "dataplane.engine.leases",
     "dataplane.engine.kv_cache",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dataplane.engine.plan import Plan, PlannedRows
+from dataplane.engine.plan import Integers, Picks, Plan, PlannedRows
 from dataplane.engine.sequence import MAX_SCORED_ROWS
 from dataplane.model.attention import PagedKv
 from dataplane.model.batch import Batch, Chunk
@@ -20,30 +21,30 @@ class FilledStep:
     """A plan, ready to run.
 
     Attributes:
-        batch: What the model reads.
+        batch: What the model reads; the ids of its first rows, those of sequences that decode, are still on the device only.
         row_slot: int32 [T], adapter slot of each row, -1 for the base.
-        sampled: The planned rows whose last row is sampled, in the order of the batch's sampled rows.
-        scored: The planned rows that have targets; their logits come after those of the sampled rows.
-        late: (row, seat) of rows whose token id is still on the device only.
+        picks: The rows whose token is chosen, in the order of the batch's sampled rows.
+        scored: The planned rows that have targets; their logits come after those of the picks.
+        decode_seats: int64 [D], seats of the first rows.
     """
 
     batch: Batch
     row_slot: npt.NDArray[np.int32]
-    sampled: tuple[PlannedRows, ...]
+    picks: Picks
     scored: tuple[PlannedRows, ...]
-    late: tuple[tuple[int, int], ...]
+    decode_seats: torch.Tensor
 
 
 class StepBuffers:
     """Owned by the runner. The record that `fill` returns is valid until the next `fill`.
 
-    The block is int64: ids, positions and cache rows [max_step_tokens each], lengths [max_sequences], rows that give logits
-    [max_sequences + MAX_SCORED_ROWS], then the page lists of the step. On the CPU the model reads this very memory; elsewhere
-    one copy moves the used part to the device.
+    The block is int64: ids, positions and cache rows [max_step_tokens each], seats and lengths [max_sequences each], rows that
+    give logits [max_sequences + MAX_SCORED_ROWS], then the page lists of the step. On the CPU the model reads this very memory;
+    elsewhere one copy moves the used part to the device.
     """
 
     def __init__(self, *, max_step_tokens: int, max_sequences: int, max_pages: int, device: torch.device) -> None:
-        sizes = (*3 * (max_step_tokens,), max_sequences, max_sequences + MAX_SCORED_ROWS)
+        sizes = (*3 * (max_step_tokens,), *2 * (max_sequences,), max_sequences + MAX_SCORED_ROWS)
         size = sum(sizes) + max_sequences * max_pages
         host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._host = host
@@ -54,50 +55,45 @@ class StepBuffers:
 
     def fill(self, plan: Plan, kv: PagedKv) -> FilledStep:
         """Writes a plan into the buffers."""
-        rows = plan.rows
-        ids: list[int] = []
-        late = []
-        for planned in rows:
-            if planned.new_pages:
-                before = planned.num_pages_before
-                self._table[planned.seat, before : before + len(planned.new_pages)] = planned.new_pages
-            ids += planned.ids
-            if len(planned.ids) < planned.count:
-                late.append((len(ids), planned.seat))
-                ids.append(0)
-        counts = np.array([planned.count for planned in rows])
-        seats = np.array([planned.seat for planned in rows])
+        decodes, rows = plan.decodes, plan.rows
+        self._add_pages(plan)
+        num_tokens, num_decodes = plan.num_tokens, len(decodes)
+        counts = np.concatenate((np.ones(num_decodes, dtype=np.int64), _column(planned.count for planned in rows)))
+        seats = np.concatenate((decodes.picks.seats, _column(planned.seat for planned in rows)))
+        starts = np.concatenate((decodes.starts, _column(planned.start for planned in rows)))
+        slots = np.concatenate((decodes.slots, _column(planned.slot for planned in rows).astype(np.int32)))
         firsts = np.cumsum(counts) - counts
-        starts = np.array([planned.start for planned in rows])
-        num_tokens = plan.num_tokens
         positions = np.arange(num_tokens) + np.repeat(starts - firsts, counts)
         pages = self._table[np.repeat(seats, counts), positions // kv.page_size]
-        num_decode = int(np.count_nonzero(counts == 1))
-        sampled = [i for i, planned in enumerate(rows) if planned.sampling is not None]
-        scored = [i for i, planned in enumerate(rows) if planned.targets]
+        num_single = num_decodes + sum(planned.count == 1 for planned in rows)
 
-        at_ids, at_positions, at_rows, at_lengths, at_sampled, end = self._starts
+        at_ids, at_positions, at_rows, at_seats, at_lengths, at_sampled, end = self._starts
         numbers = self._numbers
-        numbers[at_ids : at_ids + num_tokens] = ids
+        numbers[at_ids + num_decodes : at_ids + num_tokens] = list(itertools.chain.from_iterable(planned.ids for planned in rows))
         numbers[at_positions : at_positions + num_tokens] = positions
         numbers[at_rows : at_rows + num_tokens] = pages * kv.rows_per_page + positions % kv.page_size
-        numbers[at_lengths : at_lengths + num_decode] = starts[:num_decode] + 1
-        numbers[at_sampled : at_sampled + len(sampled)] = (firsts + counts - 1)[sampled]
-        num_logits = len(sampled)
-        for i in scored:
-            first, count = int(firsts[i]) + rows[i].score_start, len(rows[i].targets)
+        numbers[at_seats : at_seats + num_decodes] = decodes.picks.seats
+        numbers[at_lengths : at_lengths + num_single] = starts[:num_single] + 1
+        others = [index for index, planned in enumerate(rows) if planned.sampling is not None]
+        scored = [index for index, planned in enumerate(rows) if planned.targets]
+        num_sampled = num_logits = num_decodes + len(others)
+        numbers[at_sampled : at_sampled + num_decodes] = np.arange(num_decodes)
+        numbers[at_sampled + num_decodes : at_sampled + num_sampled] = (firsts + counts - 1)[num_decodes:][others]
+        for index in scored:
+            first, count = int(firsts[num_decodes + index]) + rows[index].score_start, len(rows[index].targets)
             numbers[at_sampled + num_logits : at_sampled + num_logits + count] = np.arange(first, first + count)
             num_logits += count
 
-        width = int(starts[:num_decode].max()) // kv.page_size + 1 if num_decode else 0
+        width = int(starts[:num_single].max()) // kv.page_size + 1 if num_single else 0
         at_pages = end
-        end += num_decode * width
-        used = np.arange(width) <= starts[:num_decode, None] // kv.page_size
-        numbers[at_pages:end] = np.where(used, self._table[seats[:num_decode], :width], 0).ravel()
-        slots = np.repeat(np.array([planned.slot for planned in rows], dtype=np.int32), counts)
+        end += num_single * width
+        used = np.arange(width) <= starts[:num_single, None] // kv.page_size
+        numbers[at_pages:end] = np.where(used, self._table[seats[:num_single], :width], 0).ravel()
+        chunks = rows[num_single - num_decodes :]
+        row_slot = np.repeat(slots, counts)
         spans = []
-        for planned, first in zip(rows[num_decode:], firsts[num_decode:], strict=True):
-            slots[first : first + planned.num_base] = -1
+        for planned, first in zip(chunks, firsts[num_single:], strict=True):
+            row_slot[first : first + planned.num_base] = -1
             count = (planned.start + planned.count - 1) // kv.page_size + 1
             numbers[end : end + count] = self._table[planned.seat, :count]
             spans.append((end, end + count))
@@ -106,18 +102,39 @@ class StepBuffers:
         if self._device is not self._host:
             self._device[:end].copy_(self._host[:end], non_blocking=True)
         on_device = self._device
-        chunks = tuple(
-            Chunk(int(first), planned.count, planned.start, on_device[begin:stop])
-            for planned, first, (begin, stop) in zip(rows[num_decode:], firsts[num_decode:], spans, strict=True)
-        )
         batch = Batch(
             ids=on_device[at_ids : at_ids + num_tokens],
             positions=on_device[at_positions : at_positions + num_tokens],
             kv_rows=on_device[at_rows : at_rows + num_tokens],
-            num_decode=num_decode,
-            decode_lengths=on_device[at_lengths : at_lengths + num_decode],
-            decode_pages=on_device[at_pages : at_pages + num_decode * width].view(num_decode, width),
-            chunks=chunks,
-            sample_rows=None if len(sampled) == num_tokens and not scored else on_device[at_sampled : at_sampled + num_logits],
+            num_decode=num_single,
+            decode_lengths=on_device[at_lengths : at_lengths + num_single],
+            decode_pages=on_device[at_pages : at_pages + num_single * width].view(num_single, width),
+            chunks=tuple(
+                Chunk(int(first), planned.count, planned.start, on_device[begin:stop])
+                for planned, first, (begin, stop) in zip(chunks, firsts[num_single:], spans, strict=True)
+            ),
+            sample_rows=None if num_sampled == num_tokens and not scored else on_device[at_sampled : at_sampled + num_logits],
         )
-        return FilledStep(batch, slots, tuple(rows[i] for i in sampled), tuple(rows[i] for i in scored), tuple(late))
+        picks = decodes.picks
+        if others:
+            picks = picks.followed_by(Picks.of([rows[index].pick for index in others]))
+        return FilledStep(
+            batch=batch,
+            row_slot=row_slot,
+            picks=picks,
+            scored=tuple(rows[index] for index in scored),
+            decode_seats=on_device[at_seats : at_seats + num_decodes],
+        )
+
+    def _add_pages(self, plan: Plan) -> None:
+        """Enters new pages into the tables of their seats."""
+        for seat, place, page in plan.decodes.new_pages:
+            self._table[seat, place] = page
+        for planned in plan.rows:
+            if planned.new_pages:
+                before = planned.num_pages_before
+                self._table[planned.seat, before : before + len(planned.new_pages)] = planned.new_pages
+
+
+def _column(numbers: Iterable[int]) -> Integers:
+    return np.fromiter(numbers, dtype=np.int64)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+from dataplane.engine.decoders import Decoders
 from dataplane.engine.limits import Limits
-from dataplane.engine.plan import Plan, PlannedRows
-from dataplane.engine.seating import Seating
-from dataplane.engine.sequence import MAX_SCORED_ROWS, Phase, Sequence
+from dataplane.engine.plan import NO_DECODES, Plan, PlannedRows
+from dataplane.engine.sequence import MAX_SCORED_ROWS, Sequence
 
 
 class Draft:
@@ -15,6 +15,7 @@ class Draft:
 
     Args:
         limits: Limits of the scheduler.
+        decoders: Where sequences go whose known tokens are all planned.
         active: How many sequences run with a version; read only.
 
     Attributes:
@@ -23,22 +24,25 @@ class Draft:
         cost: What the rows cost, by `Prices`.
     """
 
-    def __init__(self, limits: Limits, active: Mapping[str, int]) -> None:
+    def __init__(self, limits: Limits, decoders: Decoders, *, active: Mapping[str, int]) -> None:
         self._prices = limits.prices
+        self._decoders = decoders
         self._active = active
         self._max_tokens = limits.max_step_tokens
         self._scores_left = MAX_SCORED_ROWS
+        self._decodes = NO_DECODES
+        self._decoding: list[Sequence] = []
         self._planned: list[tuple[Sequence, PlannedRows]] = []
-        self._num_single = 0
         self.budget = limits.max_step_tokens
         self.missed: set[str] = set()
         self.cost = 0.0
 
-    def finish(self) -> tuple[Plan, tuple[Sequence, ...]]:
-        """Returns the step, and the sequence of each of its rows."""
+    def finish(self) -> tuple[Plan, list[Sequence], list[Sequence]]:
+        """Returns the step, the sequences of its decodes, and those of its other rows."""
         self._planned.sort(key=_place_in_step)
-        rows = tuple([item[1] for item in self._planned])
-        return Plan(rows, self.num_rows, frozenset(self.missed)), tuple([item[0] for item in self._planned])
+        rows = tuple(item[1] for item in self._planned)
+        plan = Plan(rows, self.num_rows, frozenset(self.missed), self._decodes)
+        return plan, self._decoding, [item[0] for item in self._planned]
 
     @property
     def num_rows(self) -> int:
@@ -52,8 +56,10 @@ class Draft:
 
     def work(self, num_rank_rows: int) -> float:
         """Returns what all rows so far cost to compute, paid for or not, beside so many rank rows; see `Prices`."""
-        prices, num_chunk = self._prices, self.num_rows - self._num_single
-        return self._num_single * prices.decode_token + num_chunk * prices.prefill_token + num_rank_rows * prices.rank_row
+        prices = self._prices
+        num_single = len(self._decodes) + sum(rows.count == 1 for _, rows in self._planned)
+        num_chunk = self.num_rows - num_single
+        return num_single * prices.decode_token + num_chunk * prices.prefill_token + num_rank_rows * prices.rank_row
 
     @property
     def may_score(self) -> bool:
@@ -65,49 +71,11 @@ class Draft:
         count = min(self.budget, sequence.num_remaining)
         return min(count, self._scores_left) if sequence.is_scored else count
 
-    def add_single(self, seating: Seating, *, page_size: int) -> None:
-        """Adds the sequences that lack one row: nearly always those that decode.
-
-        This goes over every running sequence in every step, so it reaches into it directly: 256 calls of `add` take as long as
-        all the rest of a step's planning together.
-        """
-        running, prices, active = Phase.RUNNING, self._prices, self._active
-        decode, rank_row, total = prices.decode_token, prices.rank_row, 0.0
-        make, append = tuple.__new__, self._planned.append
-        num_before = len(self._planned)
-        for sequence in tuple(seating.running):
-            tokens, start = sequence.tokens, sequence.num_scheduled
-            num_known = len(tokens) + sequence.pending
-            if num_known - start != 1 or num_known >= sequence.last or sequence.phase is not running or sequence.preempting:
-                continue
-            if sequence.paused or sequence.is_scored:
-                continue
-            if start >= len(sequence.pages) * page_size:
-                pages = seating.grow(sequence)
-                if pages is not None:
-                    append((sequence, self._plan_rows(sequence, 1, pages)))
-                continue
-            if sequence.is_unfinished:
-                append((sequence, self._plan_rows(sequence, 1, ())))
-                continue
-            lease, account = sequence.lease, sequence.account
-            if start >= sequence.num_charged:
-                sequence.num_charged = num_known
-                cost = decode if lease is None else decode + rank_row * sequence.rank_rows / active[lease.version]
-                account.service += cost / account.weight
-                total += cost
-            sequence.num_scheduled = num_known
-            sequence.in_flight += 1
-            sequence.pending += 1
-            row = (
-                sequence.seat, -1 if lease is None else lease.slot, start, 1, tuple(tokens[start:]), (), len(sequence.pages),
-                sequence.submit.sampling, num_known - sequence.num_prompt, None, 0,
-                sequence.num_prompt, None, sequence.plain, sequence.mask, 0, (), 0, 0,
-            )  # fmt: skip
-            append((sequence, make(PlannedRows, row)))
-        self.cost += total
-        self._num_single = len(self._planned) - num_before
-        self.budget -= self._num_single
+    def add_decodes(self, grow: Callable[[Sequence], int | None]) -> None:
+        """Adds a row of each sequence that decodes; `grow` gets one a page more."""
+        self._decodes, self._decoding = self._decoders.plan(grow)
+        self.cost += self._decoders.charge(self._decodes, self._decoding)
+        self.budget -= len(self._decodes)
 
     def add(self, sequence: Sequence, count: int, *, new_pages: Iterable[int] = (), num_shared: int = 0) -> None:
         """Adds the next rows of a sequence.
@@ -126,8 +94,7 @@ class Draft:
         start = sequence.num_scheduled
         end = start + count
         submit, tokens = sequence.submit, sequence.tokens
-        num_known = len(tokens) + sequence.pending
-        samples = end == num_known
+        samples = end == len(tokens)
         pages = tuple(new_pages)
         sampling = submit.sampling
         num_before = len(sequence.pages) - len(pages)
@@ -135,16 +102,14 @@ class Draft:
         score_start, targets = self._score(sequence, start, end) if sequence.is_scored else (0, ())
         num_base = min(max(sequence.active_from - start, 0), count)
         sequence.num_scheduled = end
-        sequence.in_flight += 1
-        if samples:
-            sequence.pending += 1
-            if sequence.is_unfinished:
-                sequence.is_unfinished = False
-                sequence.account.unfinished.remove(sequence)
         if sequence.is_ahead and end == sequence.num_ahead:
             sequence.preempting = True
         if end > sequence.num_charged:
             self._charge(sequence, start, end)
+        if samples:
+            sequence.is_unfinished = False
+            sequence.account.unfinished.remove(sequence)
+            self._decoders.add(sequence)
         return PlannedRows(
             seat=sequence.seat,
             slot=sequence.slot if num_base < count else -1,
@@ -154,7 +119,7 @@ class Draft:
             new_pages=pages,
             num_pages_before=num_before,
             sampling=sampling if samples else None,
-            sample_index=num_known - len(submit.prompt),
+            sample_index=len(tokens) - len(submit.prompt),
             history=tuple(tokens) if sets_up else None,
             num_shared_pages=num_shared,
             num_prompt=sequence.num_prompt,

@@ -149,7 +149,7 @@ class Engine:
         plan = self._scheduler.schedule()
         self._queue_times.observe(self._scheduler.take_admitted(), time.monotonic())
         self._watch.lap("schedule")
-        if plan is not None and plan.rows:
+        if plan is not None and plan.num_tokens:
             self._count(plan)
             started = time.monotonic()
             tokens = self._runner.run(plan)
@@ -164,7 +164,7 @@ class Engine:
         if events:
             self._emit(events)
             self._watch.lap("emit")
-        if plan is None or not plan.rows:
+        if plan is None or not plan.num_tokens:
             deadline = self._scheduler.next_deadline
             timeout = _IDLE_S if deadline is None else min(_IDLE_S, max(0.0, deadline - time.monotonic()))
             if not self._stopping:
@@ -223,7 +223,7 @@ class Engine:
                 self._store_loads += 1
 
     def _count(self, plan: Plan) -> None:
-        slots = {rows.slot for rows in plan.rows}
+        slots = {*plan.decodes.slots.tolist(), *(rows.slot for rows in plan.rows)}
         num_adapters = len(slots - {-1})
         self._steps += 1
         self._max_adapters = max(self._max_adapters, num_adapters)

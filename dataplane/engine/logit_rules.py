@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dataplane.engine.messages import MAX_BAD_WORD_TOKENS, Sampling
-from dataplane.engine.plan import PlannedRows
+from dataplane.engine.plan import Pick, PlannedRows
 from veneer.errors import InvalidArgumentError, VeneerError
 
 _LARGEST = 1e30
@@ -79,12 +79,12 @@ class LogitRules:
         if _has_penalty(sampling):
             self._count(rows.seat, history[: rows.num_prompt], output)
 
-    def apply(self, logits: Tensor, rows: Sequence[PlannedRows]) -> dict[int, VeneerError]:
+    def apply(self, logits: Tensor, rows: Sequence[Pick]) -> dict[int, VeneerError]:
         """Changes logits in place.
 
         Args:
             logits: float32 [R, vocab], finite.
-            rows: The R planned rows.
+            rows: The R rows.
 
         Returns:
             By row: why it cannot have a token.
@@ -96,9 +96,13 @@ class LogitRules:
             faults.setdefault(i, InvalidArgumentError("the request's grammar, bad_words and min_tokens together leave no token"))
         return faults
 
-    def note(self, rows: Sequence[PlannedRows], tokens: Tensor, where: Sequence[int]) -> dict[int, Exception]:
-        """Takes the tokens that were chosen for the rows at `where`; returns by row what its grammar raised."""
-        counted = [i for i in where if _has_penalty(_sampling(rows[i]))]
+    def note(self, rows: Mapping[int, Pick], tokens: Tensor, where: Sequence[int]) -> dict[int, Exception]:
+        """Takes the tokens that were chosen for the rows at `where`, which are among `rows`.
+
+        Returns:
+            By row: what its grammar raised.
+        """
+        counted = [i for i in where if _has_penalty(rows[i].sampling)]
         if counted:
             assert self._counts is not None, "a seat with a penalty was started"
             self._counts[self._ids([rows[i].seat for i in counted]), tokens[self._ids(counted)]] += 1
@@ -114,21 +118,21 @@ class LogitRules:
                 seat.recent.append(int(tokens[i]))
         return raised
 
-    def _ban(self, logits: Tensor, rows: Sequence[PlannedRows]) -> dict[int, VeneerError]:
+    def _ban(self, logits: Tensor, rows: Sequence[Pick]) -> dict[int, VeneerError]:
         faults: dict[int, VeneerError] = {}
         at: list[int] = []
         bits: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
         places: list[int] = []
         lists: list[Tensor] = []
-        for i, planned in enumerate(rows):
-            seat, sampling = self._seats[planned.seat], _sampling(planned)
-            if planned.mask is not None:
+        for i, pick in enumerate(rows):
+            seat, sampling = self._seats[pick.seat], pick.sampling
+            if pick.mask is not None:
                 try:
-                    bits.append(np.frombuffer(planned.mask.allowed(), dtype=np.uint8))
+                    bits.append(np.frombuffer(pick.mask.allowed(), dtype=np.uint8))
                     at.append(i)
                 except VeneerError as error:
                     faults[i] = error
-            if seat.stops is not None and planned.sample_index < sampling.min_tokens:
+            if seat.stops is not None and pick.sample_index < sampling.min_tokens:
                 places.append(i)
                 lists.append(seat.stops)
             if seat.banned is not None:
@@ -146,20 +150,20 @@ class LogitRules:
             logits[self._rows(places, lists), torch.cat(lists)] = -torch.inf
         return faults
 
-    def _add_bias(self, logits: Tensor, rows: Sequence[PlannedRows]) -> None:
-        biased = [(i, bias) for i, planned in enumerate(rows) if (bias := self._seats[planned.seat].bias) is not None]
+    def _add_bias(self, logits: Tensor, rows: Sequence[Pick]) -> None:
+        biased = [(i, bias) for i, pick in enumerate(rows) if (bias := self._seats[pick.seat].bias) is not None]
         if biased:
             tokens = [bias[0] for _, bias in biased]
             numbers = torch.cat([bias[1] for _, bias in biased])
             logits[self._rows([i for i, _ in biased], tokens), torch.cat(tokens)] += numbers
 
-    def _penalise(self, logits: Tensor, rows: Sequence[PlannedRows]) -> None:
-        penalised = [i for i, planned in enumerate(rows) if _has_penalty(_sampling(planned))]
+    def _penalise(self, logits: Tensor, rows: Sequence[Pick]) -> None:
+        penalised = [i for i, pick in enumerate(rows) if _has_penalty(pick.sampling)]
         if not penalised:
             return
         assert self._counts is not None, "a seat with a penalty was started"
         assert self._prompt is not None, "it is made with the counts"
-        settings = [_sampling(rows[i]) for i in penalised]
+        settings = [rows[i].sampling for i in penalised]
         repetition, frequency, presence = (
             torch.tensor(numbers, dtype=torch.float32, device=self._device)[:, None]
             for numbers in zip(
@@ -187,11 +191,6 @@ class LogitRules:
     def _rows(self, places: Sequence[int], lists: Sequence[Tensor]) -> Tensor:
         """Returns the row of each entry of the lists put together."""
         return self._ids(places).repeat_interleave(self._ids([len(one) for one in lists]))
-
-
-def _sampling(planned: PlannedRows) -> Sampling:
-    assert planned.sampling is not None, "rows with rules sample"
-    return planned.sampling
 
 
 def _has_penalty(sampling: Sampling) -> bool:

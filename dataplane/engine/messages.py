@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 MAX_LOGIT_BIAS = 300
 """Tokens with a bias of their own in one request."""
@@ -193,9 +193,8 @@ class Logprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New tokens of one request.
+class Delta(NamedTuple):
+    """New tokens of one request. A named tuple, since a step makes one for each running request.
 
     Attributes:
         request_id: The request.
@@ -208,7 +207,7 @@ class Delta:
     """
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides `tuple.index`, which nobody wants of a record
     ids: tuple[int, ...]
     finish: FinishReason | None
     prompt_tokens: int
@@ -363,14 +362,6 @@ def decode(line: bytes) -> Command | Event:
 
 def _fields(record: Any) -> dict[str, Any]:
     """Returns a dataclass's fields without copying them, as `dataclasses.asdict` would: a prompt may have 100,000 tokens."""
-    if type(record) is Delta and not record.logprobs and not record.prompt_logprobs:
-        return {
-            "request_id": record.request_id,
-            "index": record.index,
-            "ids": record.ids,
-            "finish": record.finish,
-            "prompt_tokens": record.prompt_tokens,
-        }
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
@@ -395,11 +386,11 @@ def _sampling(fields: dict[str, Any]) -> Sampling:
     return Sampling(**{**fields, "stop_token_ids": tuple(fields["stop_token_ids"]), "logit_bias": bias, "bad_words": words})
 
 
-def _delta(fields: dict[str, Any]) -> Delta:
-    for name in ("logprobs", "prompt_logprobs"):
-        if name in fields:
-            fields[name] = tuple(
-                Logprobs(one["logprob"], tuple((int(token), float(number)) for token, number in one["top"]))
-                for one in fields[name]
-            )
-    return Delta(**{**fields, "ids": tuple(fields["ids"])})
+def _delta(fields: list[Any]) -> Delta:
+    request_id, index, ids, finish, prompt_tokens, *scores = fields
+    logprobs, of_prompt = (tuple(map(_logprobs, several)) for several in scores)
+    return Delta(request_id, index, tuple(ids), finish, prompt_tokens, logprobs, of_prompt)
+
+
+def _logprobs(fields: dict[str, Any]) -> Logprobs:
+    return Logprobs(fields["logprob"], tuple((int(token), float(number)) for token, number in fields["top"]))

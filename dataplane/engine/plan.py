@@ -1,9 +1,13 @@
-"""The records between scheduler and runner: what one step computes, and what became of it. Integers only."""
+"""The records between scheduler and runner: what one step computes, and what became of it. Integers only, many in columns."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from dataplane.engine.messages import Delta, Failed, Logprobs, NotFinite, Sampling
 
@@ -22,17 +26,34 @@ class TokenMask(Protocol):
         """Takes the chosen token; what is allowed after it is found meanwhile, not here."""
 
 
-class PlannedRows(NamedTuple):
-    """Consecutive rows of one sequence in a step.
+Integers = npt.NDArray[np.int64]
 
-    A named tuple, since a step makes one for each running sequence: a frozen dataclass of this size takes 1.4 µs more.
+
+class Pick(NamedTuple):
+    """A row whose token is chosen.
+
+    Attributes:
+        seat: The sequence's row in per-sequence device state.
+        sampling: How it is chosen.
+        sample_index: Index of the token in the output.
+        mask: What the sequence's grammar allows; None without a grammar.
+    """
+
+    seat: int
+    sampling: Sampling
+    sample_index: int
+    mask: TokenMask | None = None
+
+
+class PlannedRows(NamedTuple):
+    """Consecutive rows of one sequence whose tokens are known: part of its prompt, or of what a preempted one lost.
 
     Attributes:
         seat: The sequence's row in per-sequence device state.
         slot: Its adapter's slot, -1 for the base.
         start: Position of the first row.
         count: Number of rows.
-        ids: Token ids of the rows that are known; when one is missing, the last row's id is the token sampled last for this seat.
+        ids: Token ids of the rows.
         new_pages: Pages added to the sequence's table with this step; all but the shared ones must be cleared first.
         num_pages_before: Entries of the table that were there already.
         num_shared_pages: The first so many of `new_pages` hold this very beginning already: they are shared, and neither cleared
@@ -71,6 +92,90 @@ class PlannedRows(NamedTuple):
     num_top: int = 0
     num_base: int = 0
 
+    @property
+    def pick(self) -> Pick:
+        """The last row as one whose token is chosen."""
+        assert self.sampling is not None, "the rows reach the end of the sequence"
+        return Pick(self.seat, self.sampling, self.sample_index, self.mask)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picks:
+    """The rows of a step whose tokens are chosen, in columns: most are plain, and nothing is made for each of these.
+
+    Attributes:
+        seats: int64 [S].
+        settings: S settings.
+        sample_indexes: int64 [S].
+        special: By row, the picks whose sampling is not plain.
+    """
+
+    seats: Integers
+    settings: Sequence[Sampling]
+    sample_indexes: Integers
+    special: Mapping[int, Pick]
+
+    @staticmethod
+    def of(picks: Sequence[Pick]) -> Picks:
+        """Puts picks into columns."""
+        return Picks(
+            np.array([pick.seat for pick in picks], dtype=np.int64),
+            [pick.sampling for pick in picks],
+            np.array([pick.sample_index for pick in picks], dtype=np.int64),
+            {row: pick for row, pick in enumerate(picks) if not pick.sampling.is_plain},
+        )
+
+    def __len__(self) -> int:
+        return len(self.settings)
+
+    @property
+    def are_greedy(self) -> bool:
+        """Whether each of them is plain and takes the likeliest token."""
+        return not self.special and all(sampling.temperature == 0 for sampling in self.settings)
+
+    def at(self, rows: Sequence[int]) -> Picks:
+        """Returns some rows by themselves."""
+        settings = [self.settings[row] for row in rows]
+        special = {place: self.special[row] for place, row in enumerate(rows) if row in self.special}
+        return Picks(self.seats[list(rows)], settings, self.sample_indexes[list(rows)], special)
+
+    def followed_by(self, later: Picks) -> Picks:
+        """Returns these and other rows as one."""
+        first = len(self)
+        return Picks(
+            np.concatenate((self.seats, later.seats)),
+            [*self.settings, *later.settings],
+            np.concatenate((self.sample_indexes, later.sample_indexes)),
+            {**self.special, **{first + row: pick for row, pick in later.special.items()}},
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decodes:
+    """Rows of sequences that decode, one each, in columns and ordered by slot. All of them sample.
+
+    A row's token is the one that was sampled last for its seat. It may not be known yet when the step is planned, so it is taken
+    from the device always.
+
+    Attributes:
+        picks: Their seats, and how the tokens that follow are chosen.
+        slots: int32 [D], adapters' slots, -1 for the base.
+        starts: int64 [D], positions.
+        new_pages: (seat, place in its table, page) of pages that are added with this step; they must be cleared first.
+    """
+
+    picks: Picks
+    slots: npt.NDArray[np.int32]
+    starts: Integers
+    new_pages: tuple[tuple[int, int, int], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+NO_DECODES = Decodes(Picks.of(()), np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
+"""None."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -90,22 +195,24 @@ class Chosen:
 
 
 Result = int | Chosen | None
-"""What came of rows that sample or are scored: a token; more than a token; or None, since logits were not finite."""
+"""What came of a row that samples or is scored: a token; more than a token; or None, since logits were not finite."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """One step. Single rows come first, then longer chunks; each group is ordered by slot.
+    """One step: the rows of sequences that decode come first, then single rows, then longer chunks; each group by slot.
 
     Attributes:
-        rows: What to compute.
+        rows: What to compute beside `decodes`.
         num_tokens: Rows in all.
         missed: Versions of waiting requests that are not on the device.
+        decodes: The sequences that decode.
     """
 
     rows: tuple[PlannedRows, ...]
     num_tokens: int
     missed: frozenset[str]
+    decodes: Decodes = NO_DECODES
 
 
 @dataclass(frozen=True, slots=True)

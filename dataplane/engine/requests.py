@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import heapq
 
+from dataplane.engine.fairness import Tenants
+from dataplane.engine.leases import Leases
+from dataplane.engine.seating import Seating
 from dataplane.engine.sequence import Phase, Sequence
 
 
 class Requests:
-    """All sequences that have not ended, by the id of their request, oldest first. Owned by the scheduler."""
+    """All sequences that have not ended, by the id of their request, oldest first. Owned by the scheduler.
 
-    def __init__(self) -> None:
+    Args:
+        tenants: Where they queue.
+        seating: Where they run.
+        leases: What they wait for.
+    """
+
+    def __init__(self, tenants: Tenants, seating: Seating, *, leases: Leases) -> None:
+        self._tenants = tenants
+        self._seating = seating
+        self._leases = leases
         self._sequences: dict[str, Sequence] = {}
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._count = 0
@@ -42,9 +54,15 @@ class Requests:
             self._forget_ended_deadlines()
         self._count += 1
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forgets one that ends."""
+    def end(self, sequence: Sequence) -> None:
+        """Ends a sequence, wherever it stands; what it holds goes back at once, or when its last rows are committed."""
         del self._sequences[sequence.submit.request_id]
+        if sequence.phase is Phase.WAITING:
+            self._tenants.discard(sequence)
+        if sequence.lease is None:
+            self._leases.expect_less(sequence.submit.version)
+        sequence.phase = Phase.ENDED
+        self._seating.end(sequence)
 
     def waiting_for(self, version: str) -> list[Sequence]:
         """Returns those that wait for an adapter."""

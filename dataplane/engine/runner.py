@@ -14,7 +14,7 @@ from dataplane.engine.config import EngineConfig
 from dataplane.engine.forms import choose_forms
 from dataplane.engine.memory import MemoryPlan
 from dataplane.engine.messages import Logprobs
-from dataplane.engine.plan import Chosen, Plan, PlannedRows, Result
+from dataplane.engine.plan import Chosen, Picks, Plan, Result
 from dataplane.engine.sampler import Sampler, failed
 from dataplane.engine.stopwatch import Stopwatch
 from dataplane.lora.arena import Arena
@@ -92,31 +92,31 @@ class Runner:
     def run(self, plan: Plan) -> list[Result]:
         """Runs one step and returns what came of the rows that sample or are scored, in order."""
         self.watch.start()
-        new_pages = [page for rows in plan.rows for page in rows.new_pages[rows.num_shared_pages :]]
+        new_pages = [page for _, _, page in plan.decodes.new_pages]
+        new_pages += [page for rows in plan.rows for page in rows.new_pages[rows.num_shared_pages :]]
         if new_pages:
             self.kv.clear(torch.tensor(new_pages, device=self._device))
         step = self._buffers.fill(plan, self.kv)
-        if step.late:
-            rows, seats = torch.tensor(step.late, device=self._device).unbind(1)
-            step.batch.ids[rows] = self._last_token[seats]
+        step.batch.ids[: len(step.decode_seats)] = self._last_token[step.decode_seats]
         for planned in plan.rows:
             self._sampler.start(planned)
         self._low_rank.begin_step(build_rank_rows(step.row_slot, self.arena.descriptors.largest_rank))
         self.watch.lap("fill")
         logits = self._model.forward(step.batch, self._attention, self._low_rank)
         self.watch.lap("forward")
-        num_sampled = len(step.sampled)
-        results = self._sample(logits[:num_sampled], step.sampled) if num_sampled else []
+        num_sampled = len(step.picks)
+        results = self._sample(logits[:num_sampled], step.picks) if num_sampled else []
         if step.scored:
             results = _with_scores(plan, results, self._sampler.score(logits[num_sampled:], step.scored))
         self.watch.lap("sample")
         return results
 
-    def _sample(self, logits: Tensor, rows: Sequence[PlannedRows]) -> list[Result]:
-        samples = self._sampler.sample(logits, rows)
-        self._last_token[torch.tensor([planned.seat for planned in rows], device=self._device)] = samples.tokens
-        good = zip(samples.tokens.tolist(), samples.finite.tolist(), strict=True)
-        results: list[Result] = [token if finite else None for token, finite in good]
+    def _sample(self, logits: Tensor, picks: Picks) -> list[Result]:
+        samples = self._sampler.sample(logits, picks)
+        self._last_token[torch.from_numpy(picks.seats).to(self._device)] = samples.tokens
+        results: list[Result] = samples.tokens.tolist()
+        for i in (~samples.finite).nonzero().squeeze(1).tolist():
+            results[i] = None
         for i, more in samples.more.items():
             if results[i] is not None:
                 results[i] = more
@@ -125,8 +125,9 @@ class Runner:
 
 def _with_scores(plan: Plan, results: list[Result], scores: Sequence[tuple[Logprobs, ...] | VeneerError | None]) -> list[Result]:
     """Puts what came of sampled rows and what came of scored rows together, in the plan's order."""
-    tokens, of_prompts = iter(results), iter(scores)
-    whole: list[Result] = []
+    num_decodes = len(plan.decodes)
+    tokens, of_prompts = iter(results[num_decodes:]), iter(scores)
+    whole = results[:num_decodes]
     for planned in plan.rows:
         samples = planned.sampling is not None
         result = next(tokens) if samples else None

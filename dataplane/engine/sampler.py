@@ -13,7 +13,7 @@ from torch import Tensor
 from dataplane.engine.logit_rules import LogitRules
 from dataplane.engine.logprobs import report
 from dataplane.engine.messages import Logprobs, Sampling
-from dataplane.engine.plan import Chosen, PlannedRows
+from dataplane.engine.plan import Chosen, Pick, Picks, PlannedRows
 from dataplane.model.pieces import Pieces, TorchPieces
 from veneer.errors import InternalError, VeneerError
 
@@ -97,48 +97,45 @@ class Sampler:
         except Exception as error:  # noqa: BLE001 - the row's own fault; told when it samples
             self._broken[rows.seat] = _own_fault(error)
 
-    def sample(self, logits: Tensor, rows: Sequence[PlannedRows]) -> Samples:
+    def sample(self, logits: Tensor, picks: Picks) -> Samples:
         """Chooses tokens.
 
         Args:
             logits: [S, vocab]; not changed.
-            rows: The S planned rows that sample.
+            picks: The S rows.
         """
-        special = [i for i, planned in enumerate(rows) if not planned.plain]
-        if self._row_by_row and (special or not all(map(_is_greedy, rows))):
-            samples = self._choose_apart(logits, rows, [[i] for i in range(len(rows))])
+        special = list(picks.special)
+        if self._row_by_row and not picks.are_greedy:
+            samples = self._choose_apart(logits, picks, [[i] for i in range(len(picks))])
         else:
             try:
-                samples = self._choose(logits, rows)
+                samples = self._choose(logits, picks)
             except Exception:  # whose fault it is shows when each of them is alone
                 if not special:
                     raise
-                plain = [i for i, planned in enumerate(rows) if planned.plain]
-                samples = self._choose_apart(logits, rows, [*([plain] if plain else []), *([i] for i in special)])
+                plain = [i for i in range(len(picks)) if i not in picks.special]
+                samples = self._choose_apart(logits, picks, [*([plain] if plain else []), *([i] for i in special)])
         if not special:
             return samples
         good = samples.finite.tolist()
         whole = [i for i in special if good[i] and not (i in samples.more and samples.more[i].fault)]
-        raised = self._rules.note(rows, samples.tokens, whole)
+        raised = self._rules.note(picks.special, samples.tokens, whole)
         return replace(samples, more={**samples.more, **{i: failed(_own_fault(error)) for i, error in raised.items()}})
 
-    def _choose(self, logits: Tensor, rows: Sequence[PlannedRows]) -> Samples:
+    def _choose(self, logits: Tensor, picks: Picks) -> Samples:
         """Chooses tokens and changes nothing."""
-        settings = [planned.sampling for planned in rows]
-        assert None not in settings, "every row given to the sampler samples"
         tokens, finite = self._pieces.likeliest(logits)  # before the rules: own settings never count against the version
-        asking = [i for i, planned in enumerate(rows) if not planned.plain]
-        faults = {i: self._broken[rows[i].seat] for i in asking if rows[i].seat in self._broken}
-        special = [i for i in asking if i not in faults]
-        drawn = [i for i, sampling in enumerate(settings) if sampling and sampling.temperature > 0]
+        faults = {i: self._broken[pick.seat] for i, pick in picks.special.items() if pick.seat in self._broken}
+        special = [i for i in picks.special if i not in faults]
+        drawn = [i for i, sampling in enumerate(picks.settings) if sampling.temperature > 0]
         if not special:
             if drawn:
                 chosen = torch.tensor(drawn, device=logits.device)
-                tokens[chosen] = self._draw(torch.where(finite[chosen, None], logits[chosen].float(), 0.0), drawn, rows)
+                tokens[chosen] = self._draw(torch.where(finite[chosen, None], logits[chosen].float(), 0.0), drawn, picks)
             return Samples(tokens, finite, {i: failed(error) for i, error in faults.items()})
         at = torch.tensor(special, device=logits.device)
         ruled = torch.where(finite[at, None], logits[at].float(), 0.0)
-        faults |= {special[k]: error for k, error in self._rules.apply(ruled, [rows[i] for i in special]).items()}
+        faults |= {special[k]: error for k, error in self._rules.apply(ruled, [picks.special[i] for i in special]).items()}
         tokens[at] = ruled.argmax(dim=-1)
         drawn = [i for i in drawn if i not in faults]
         if drawn:
@@ -148,33 +145,33 @@ class Sampler:
             if both := [(d, place[i]) for d, i in enumerate(drawn) if i in place]:
                 to, of = torch.tensor(both, device=logits.device).unbind(1)
                 shaped[to] = ruled[of]
-            tokens[chosen] = self._draw(shaped, drawn, rows)
+            tokens[chosen] = self._draw(shaped, drawn, picks)
         good = finite.tolist()
         whole = [i for i in special if i not in faults and good[i]]
-        return Samples(tokens, finite, self._more(logits, tokens, rows, whole, faults))
+        return Samples(tokens, finite, self._more(logits, tokens, picks.special, whole, faults))
 
-    def _choose_apart(self, logits: Tensor, rows: Sequence[PlannedRows], groups: Sequence[list[int]]) -> Samples:
+    def _choose_apart(self, logits: Tensor, picks: Picks, groups: Sequence[list[int]]) -> Samples:
         """Chooses group by group; a group is one row, or plain rows.
 
         Raises:
             Exception: It comes up in plain rows, or in all of several others.
         """
-        tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-        finite = torch.ones(len(rows), dtype=torch.bool, device=logits.device)
+        tokens = torch.zeros(len(picks), dtype=torch.int64, device=logits.device)
+        finite = torch.ones(len(picks), dtype=torch.bool, device=logits.device)
         more: dict[int, Chosen] = {}
         raised: list[Exception] = []
         for group in groups:
             try:
-                samples = self._choose(logits[group], [rows[i] for i in group])
+                samples = self._choose(logits[group], picks.at(group))
             except Exception as error:
-                if rows[group[0]].plain:
+                if group[0] not in picks.special:
                     raise
                 raised.append(error)
                 more[group[0]] = failed(_own_fault(error))
                 continue
             tokens[group], finite[group] = samples.tokens, samples.finite
             more |= {group[k]: one for k, one in samples.more.items()}
-        if len(raised) == sum(not planned.plain for planned in rows) > 1:
+        if len(raised) == len(picks.special) > 1:
             raise raised[0]
         return Samples(tokens, finite, more)
 
@@ -213,17 +210,18 @@ class Sampler:
             yield mine if all(good) else None
 
     @staticmethod
-    def _draw(logits: Tensor, drawn: list[int], rows: Sequence[PlannedRows]) -> Tensor:
-        settings = [rows[i].sampling for i in drawn]
-        noise = [uniform(settings[k].seed, rows[i].sample_index) for k, i in enumerate(drawn)]  # type: ignore[union-attr]
-        return _draw(logits, settings, noise)  # type: ignore[arg-type]
+    def _draw(logits: Tensor, drawn: list[int], picks: Picks) -> Tensor:
+        settings = [picks.settings[i] for i in drawn]
+        indexes = picks.sample_indexes[drawn].tolist()
+        noise = [uniform(one.seed, index) for one, index in zip(settings, indexes, strict=True)]
+        return _draw(logits, settings, noise)
 
     @staticmethod
     def _more(
-        logits: Tensor, tokens: Tensor, rows: Sequence[PlannedRows], whole: list[int], faults: Mapping[int, VeneerError]
+        logits: Tensor, tokens: Tensor, special: Mapping[int, Pick], whole: list[int], faults: Mapping[int, VeneerError]
     ) -> dict[int, Chosen]:
         more = {i: failed(error) for i, error in faults.items()}
-        counts = {i: sampling.logprobs for i in whole if (sampling := rows[i].sampling) and sampling.logprobs is not None}
+        counts = {i: number for i in whole if (number := special[i].sampling.logprobs) is not None}
         if counts:
             at = torch.tensor(list(counts), device=logits.device)
             reported = report(logits[at], tokens[at], list(counts.values()))
@@ -242,10 +240,6 @@ def _own_fault(error: Exception) -> VeneerError:
         return error
     _log.error("the rules of a request raised; it ends", exc_info=error)
     return InternalError(f"choosing a token of this request failed: {type(error).__name__}")
-
-
-def _is_greedy(planned: PlannedRows) -> bool:
-    return planned.sampling is not None and planned.sampling.temperature == 0
 
 
 def _draw(logits: Tensor, settings: list[Sampling], noise: list[float]) -> Tensor:

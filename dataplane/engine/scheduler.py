@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from dataplane.engine.admission import Admission
+from dataplane.engine.commits import Commits, Flight
 from dataplane.engine.draft import Draft
 from dataplane.engine.fairness import Tenants
 from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.leases import Adapters, Leases
 from dataplane.engine.limits import Limits
-from dataplane.engine.messages import Delta, Failed, FinishReason, NotFinite, Submit
+from dataplane.engine.messages import Failed, Submit
 from dataplane.engine.pace import Pace
-from dataplane.engine.plan import Chosen, Outcome, Plan, PlannedRows, Result, TokenMask
+from dataplane.engine.plan import Outcome, Plan, Result, TokenMask
 from dataplane.engine.prefill import Prefill
 from dataplane.engine.prefix import PageKeys
 from dataplane.engine.prefix_cache import PrefixCache
@@ -32,7 +32,8 @@ class Scheduler:
     ends while rows of it are still in flight keeps pages, seat and lease until they are committed; their token is dropped.
 
     Its parts, each the one owner of its state: `Requests` that have not ended, `Tenants` and their shares, `Admission` to the
-    queue, `Seating` of those that run, their `Leases`, the `PrefixCache`, and `Prefill`, which fills the `Draft` of a step.
+    queue, `Seating` of those that run, their `Leases`, the `PrefixCache`, `Prefill`, which fills the `Draft` of a step, and
+    `Commits`.
     """
 
     def __init__(self, limits: Limits, pool: PagePool, adapters: Adapters) -> None:
@@ -40,15 +41,15 @@ class Scheduler:
         assert pool.num_pages >= pool.pages_for(limits.max_context), "one sequence always fits"
         self._limits = limits
         self._pool = pool
-        self._requests = Requests()
         self._tenants = Tenants()
         self._admission = Admission(limits, self._tenants)
         self.prefix = PrefixCache(pool)
         self._leases = Leases(adapters, max_rank_rows=limits.max_step_rank_rows)
-        self._seating = Seating(limits, pool, self._tenants, prefix=self.prefix, leases=self._leases)
+        self._seating = Seating(limits, pool, self._tenants, leases=self._leases, prefix=self.prefix)
         self._prefill = Prefill(limits, self._tenants, self._seating, leases=self._leases)
         self._pace = Pace(limits.max_step_ms / 1000) if limits.max_step_ms else None
-        self._in_flight: deque[tuple[Plan, tuple[Sequence, ...], float, float]] = deque()
+        self._requests = Requests(self._tenants, self._seating, leases=self._leases)
+        self._commits = Commits(self._requests, self._seating, admission=self._admission, prefix=self.prefix, pace=self._pace)
 
     @property
     def num_running(self) -> int:
@@ -133,7 +134,7 @@ class Scheduler:
         sequence = self._requests.get(request_id)
         if sequence is None:
             return False
-        self._end(sequence)
+        self._requests.end(sequence)
         return True
 
     def pause(self, request_id: str, *, paused: bool) -> None:
@@ -144,14 +145,16 @@ class Scheduler:
         sequence.paused = paused
         if paused:
             self._tenants.pause(sequence)
+            self._seating.decoders.remove(sequence)
         else:
             self._tenants.resume(sequence)
+            self._seating.resume(sequence)
 
     def fail_waiting(self, version: str, *, status: str, message: str) -> list[Failed]:
         """Ends every request that waits for a version."""
         waiting = self._requests.waiting_for(version)
         for sequence in waiting:
-            self._end(sequence)
+            self._requests.end(sequence)
         return [Failed(sequence.submit.request_id, status, message) for sequence in waiting]
 
     def expire(self, now: float) -> list[Failed]:
@@ -160,7 +163,7 @@ class Scheduler:
         while (sequence := self._requests.pop_expired(now)) is not None:
             where = "waiting" if sequence.phase is Phase.WAITING else f"generating token {sequence.num_output}"
             failed.append(Failed(sequence.submit.request_id, "DEADLINE_EXCEEDED", f"the deadline passed while {where}"))
-            self._end(sequence)
+            self._requests.end(sequence)
         return failed
 
     def schedule(self) -> Plan | None:
@@ -168,65 +171,27 @@ class Scheduler:
         self._prefill.wake()
         seating = self._seating
         favoured = seating.make_room()
-        draft = Draft(self._limits, self._leases.active)
-        draft.add_single(seating, page_size=self._pool.page_size)
+        draft = Draft(self._limits, seating.decoders, active=self._leases.active)
+        draft.add_decodes(seating.grow)
         if self._pace is not None and draft.num_rows:
             draft.cap(self._rows_in_time(draft))
         self._prefill.fill(draft, favoured)
         seating.relief.note_hunger()
-        plan, sequences = draft.finish()
-        if plan.rows:
-            self._in_flight.append((plan, sequences, draft.cost, draft.work(self._leases.num_rank_rows)))
-        return plan if plan.rows or plan.missed else None
+        plan, decoding, others = draft.finish()
+        if plan.num_tokens:
+            work = draft.work(self._leases.num_rank_rows)
+            self._commits.expect(Flight(plan, decoding, others, cost=draft.cost, work=work))
+        return plan if plan.num_tokens or plan.missed else None
 
-    def commit(self, plan: Plan, tokens: Seq[Result], *, seconds: float = 0.0) -> Outcome:
+    def commit(self, plan: Plan, results: Seq[Result], *, seconds: float = 0.0) -> Outcome:
         """Takes the results of the oldest plan that is not committed.
 
         Args:
             plan: That plan.
-            tokens: What came of each of its rows that sample or are scored, in order.
+            results: What came of each of its rows that sample or are scored, in order.
             seconds: How long it ran; 0 when that is not known.
         """
-        committed, sequences, cost, work = self._in_flight.popleft()
-        assert committed is plan, "plans are committed in the order in which they were made"
-        self._admission.observe(cost, seconds)
-        if self._pace is not None:
-            self._pace.observe(work, seconds)
-        deltas: list[Delta] = []
-        failed: list[Failed] = []
-        not_finite: list[NotFinite] = []
-        results = iter(tokens)
-        ended = Phase.ENDED
-        for sequence, rows in zip(sequences, plan.rows, strict=True):
-            sequence.in_flight -= 1
-            if rows.sampling is not None or rows.targets:
-                result = next(results)
-                sequence.pending -= rows.sampling is not None
-                if sequence.phase is ended:
-                    pass
-                elif isinstance(result, int):
-                    deltas.append(self._append(sequence, rows, result))
-                elif result is None:
-                    request_id = sequence.submit.request_id
-                    failed.append(Failed(request_id, "INTERNAL", "the model gave values that are not finite"))
-                    not_finite.append(NotFinite(sequence.submit.version, request_id))
-                    self._end(sequence)
-                    self.prefix.distrust(sequence)
-                elif result.fault is not None:
-                    failed.append(Failed(sequence.submit.request_id, *result.fault))
-                    self._end(sequence)
-                else:
-                    sequence.prompt_scores += result.prompt
-                    if result.token is not None:
-                        deltas.append(self._append(sequence, rows, result.token, more=result))
-            if sequence.in_flight == 0:
-                if sequence.phase is ended:
-                    self._give_back(sequence)
-                elif sequence.preempting:
-                    if sequence.is_ahead:
-                        self.prefix.keep(sequence, rows.start + rows.count)
-                    self._seating.requeue(sequence)
-        return Outcome(tuple(deltas), tuple(failed), tuple(not_finite))
+        return self._commits.take(plan, results, seconds=seconds)
 
     def _rows_in_time(self, draft: Draft) -> int:
         """Returns how many rows of prompts may join those that decode, at least a page of them."""
@@ -237,40 +202,3 @@ class Scheduler:
             at_least=self._pool.page_size,
             at_most=draft.budget,
         )
-
-    def _append(self, sequence: Sequence, rows: PlannedRows, token: int, *, more: Chosen | None = None) -> Delta:
-        """Takes a token whose row led to finite logits; names the pages that are full now, and ends what it ends."""
-        page_size, num_computed = self._pool.page_size, rows.start + rows.count
-        if num_computed - sequence.num_named * page_size >= page_size:
-            self.prefix.keep(sequence, num_computed)
-        submit, known = sequence.submit, sequence.tokens
-        index = len(known) - sequence.num_prompt
-        known.append(token)
-        finish: FinishReason | None = None
-        if token in submit.sampling.stop_token_ids:
-            finish = "stop"
-        elif len(known) >= sequence.last:
-            finish = "length"
-        if finish is not None:
-            self._admission.finished(index + 1)
-            self._end(sequence)
-        if more is None:
-            return Delta(submit.request_id, index, (token,), finish, sequence.num_prompt)
-        logprobs = () if more.logprobs is None else (more.logprobs,)
-        scores = () if index else tuple(sequence.prompt_scores)
-        return Delta(submit.request_id, index, (token,), finish, sequence.num_prompt, logprobs, scores)
-
-    def _end(self, sequence: Sequence) -> None:
-        """Ends a sequence; what it holds goes back at once, or when its last rows are committed."""
-        self._requests.remove(sequence)
-        if sequence.phase is Phase.WAITING:
-            self._tenants.discard(sequence)
-        if sequence.lease is None:
-            self._leases.expect_less(sequence.submit.version)
-        sequence.phase = Phase.ENDED
-        if sequence.in_flight == 0:
-            self._give_back(sequence)
-
-    def _give_back(self, sequence: Sequence) -> None:
-        self._seating.leave(sequence, returns=False)
-        self._leases.give_back(sequence)

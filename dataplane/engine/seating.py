@@ -3,47 +3,65 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 
+import numpy as np
+
+from dataplane.engine.decoders import Decoders
 from dataplane.engine.fairness import Tenants
 from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.leases import Leases
 from dataplane.engine.limits import Limits
+from dataplane.engine.plan import Plan
 from dataplane.engine.prefix_cache import PrefixCache
 from dataplane.engine.relief import Relief
 from dataplane.engine.sequence import Phase, Sequence
 
 
 class Seating:
-    """Gives sequences a seat and pages, and takes both back. Owned by the scheduler.
+    """Gives sequences a seat and pages, and takes back what they hold. Owned by the scheduler.
+
+    A sequence that ends or gives way while rows of it are in flight keeps all it has until the last plan with rows of its seat
+    is committed.
 
     Args:
         limits: Limits of the scheduler.
         pool: Its pages.
         tenants: Its tenants.
-        prefix: Its prefix cache.
         leases: Its leases.
+        prefix: Its prefix cache.
 
     Attributes:
         running: Sequences that hold a seat, oldest first; others only read it.
         seats: Free seats; others only read them.
+        decoders: Those of `running` that decode.
         relief: Who gives way.
         admitted: When those came that were seated for the first time since somebody took this list.
     """
 
-    def __init__(self, limits: Limits, pool: PagePool, tenants: Tenants, *, prefix: PrefixCache, leases: Leases) -> None:
+    def __init__(self, limits: Limits, pool: PagePool, tenants: Tenants, *, leases: Leases, prefix: PrefixCache) -> None:
         self._pool = pool
         self._tenants = tenants
-        self._prefix = prefix
         self._leases = leases
+        self._prefix = prefix
         self._num_admitted = 0
+        self._num_planned = self._num_committed = 0
+        self._last_plan = np.zeros(limits.max_sequences, dtype=np.int64)
+        self._leaving: list[Sequence] = []
         self.admitted: list[float] = []
         self.running: list[Sequence] = []
         self.seats = list(range(limits.max_sequences - 1, -1, -1))
+        self.decoders = Decoders(limits, page_size=pool.page_size)
         self.relief = Relief(limits, pool, tenants, seats=self.seats, running=self.running, leases=leases)
 
     def make_room(self) -> list[Sequence]:
         """Lets tenants above their shares give way; see `Relief.make_room`."""
         return self.relief.make_room(self.preempt, self.has_pages, self._take_lease)
+
+    @property
+    def has_ended_in_flight(self) -> bool:
+        """Whether rows of sequences that have ended are in flight."""
+        return any(sequence.phase is Phase.ENDED for sequence in self._leaving)
 
     def has_pages(self, sequence: Sequence) -> bool:
         """Whether all known tokens and one more fit while every running sequence can still get a page."""
@@ -77,11 +95,10 @@ class Seating:
         sequence.pages += self._pool.take(self._pool.pages_for(num_tokens) - num_shared, submit.tenant, weight=submit.weight)
         return num_shared
 
-    def grow(self, sequence: Sequence) -> list[int] | None:
-        """Gets the page for one more row; returns the new pages, or None when the sequence must stand back in this step."""
-        missing = self._pool.pages_for(sequence.num_scheduled + 1) - len(sequence.pages)
-        while missing > self._pool.num_free:
-            if any(other.preempting or other.phase is Phase.ENDED for other in self.running):
+    def grow(self, sequence: Sequence) -> int | None:
+        """Gets a sequence one page more, and returns it, or None when the sequence must stand back in this step."""
+        while not self._pool.num_free:
+            if self._leaving:
                 return None
             idle = [other for other in self.running if other.paused]
             victim = idle[-1] if idle else self.relief.page_victim(sequence)
@@ -91,15 +108,64 @@ class Seating:
             if victim is sequence:
                 return None
         submit = sequence.submit
-        taken = self._pool.take(missing, submit.tenant, weight=submit.weight)
-        sequence.pages += taken
-        return taken
+        (page,) = self._pool.take(1, submit.tenant, weight=submit.weight)
+        sequence.pages.append(page)
+        return page
+
+    def take_off(self, plan: Plan, others: Iterable[Sequence]) -> None:
+        """Notes that a plan is in flight.
+
+        Args:
+            plan: The plan.
+            others: The sequences of its rows beside the decodes; who among them gives way does so when it is committed.
+        """
+        self._num_planned += 1
+        self._last_plan[plan.decodes.picks.seats] = self._num_planned
+        for sequence in others:
+            self._last_plan[sequence.seat] = self._num_planned
+            if sequence.preempting:
+                self._leaving.append(sequence)
+
+    def land(self) -> None:
+        """Notes that the oldest plan in flight is committed: what it brought may be taken, and `clear` called."""
+        self._num_committed += 1
+
+    def clear(self) -> None:
+        """Lets those go that wanted to and of which nothing is in flight any more."""
+        if not self._leaving:
+            return
+        ready = [sequence for sequence in self._leaving if not self._is_in_flight(sequence)]
+        self._leaving = [sequence for sequence in self._leaving if self._is_in_flight(sequence)]
+        for sequence in ready:
+            if sequence.phase is Phase.ENDED:
+                self._give_back(sequence)
+            elif sequence.preempting:
+                self.requeue(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Lets a sequence decode again that was paused, if it did before."""
+        if sequence.phase is Phase.RUNNING and not sequence.is_unfinished and not sequence.preempting:
+            self.decoders.add(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes seat and pages from a running sequence, at once or as soon as nothing of it is in flight."""
         sequence.preempting = True
-        if sequence.in_flight == 0:
+        self.decoders.remove(sequence)
+        if self._is_in_flight(sequence):
+            self._leaving.append(sequence)
+        else:
             self.requeue(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """Takes back what an ended sequence holds, at once or as soon as nothing of it is in flight."""
+        self.decoders.remove(sequence)
+        if self._is_in_flight(sequence):
+            self._leaving.append(sequence)
+        else:
+            self._give_back(sequence)
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        return sequence.seat >= 0 and bool(self._last_plan[sequence.seat] > self._num_committed)
 
     def requeue(self, sequence: Sequence) -> None:
         """Sends a preempted sequence back: it recomputes later what the cache does not have.
@@ -109,7 +175,7 @@ class Seating:
         """
         if sequence.is_ahead:
             sequence.is_ahead, sequence.num_ahead, sequence.order = False, 0, -1
-        self.leave(sequence, returns=True)
+        self._leave(sequence, returns=True)
         if sequence.yields or sequence.paused:
             self._leases.withhold(sequence)
         sequence.preempting = sequence.yields = False
@@ -124,10 +190,13 @@ class Seating:
         else:
             self._leases.withhold(sequence)
 
-    def leave(self, sequence: Sequence, *, returns: bool) -> None:
-        """Frees pages and seat, if it has one; `returns` says that the sequence waits again."""
-        if sequence.seat < 0:
-            return
+    def _give_back(self, sequence: Sequence) -> None:
+        if sequence.seat >= 0:
+            self._leave(sequence, returns=False)
+        self._leases.give_back(sequence)
+
+    def _leave(self, sequence: Sequence, *, returns: bool) -> None:
+        """Frees pages and seat."""
         self.running.remove(sequence)
         self._tenants.stop(sequence, returns=returns)
         sequence.is_unfinished = False

@@ -41,12 +41,13 @@ class Lack(enum.Enum):
 class Sequence:
     """The one owner of a request's KV pages, seat and adapter lease. The scheduler alone changes it.
 
-    `tokens` holds prompt and committed output. A step that samples for this sequence makes one more token *pending* until it is
-    committed; the step after may already be planned on it. So positions below `num_scheduled` are computed or planned, and
-    there are `len(tokens) + pending` positions to compute in all.
+    `tokens` holds prompt and committed output; positions below `num_scheduled` are computed or planned. Once all known tokens
+    are, the sequence is one of the `Decoders`, which count its positions until it leaves them.
 
     Attributes:
         submit: What was asked.
+        request_id: Its id.
+        stops: Tokens that end it.
         order: Ordinal by which running sequences are ranked; lower is older. Kept over preemption.
         deadline: Reading of the engine's clock at which the request fails; None for no limit.
         num_prompt: Tokens of the prompt.
@@ -55,9 +56,7 @@ class Sequence:
         is_ahead: It runs without its adapter, to the end of these, and then waits again.
         last: Tokens of prompt and output together at most.
         tokens: Prompt and output.
-        num_scheduled: Positions computed or planned.
-        pending: Tokens sampled in plans that are not committed yet.
-        in_flight: Plans not committed yet that hold rows of this sequence; what it holds is given back only at 0.
+        num_scheduled: Positions computed or planned, as long as it does not decode.
         pages: KV pages, in order of positions.
         chain: What extends `keys`; None when its pages are not shared.
         keys: Keys of its full pages, from the first on, as far as they are known.
@@ -87,7 +86,6 @@ class Sequence:
         "came",
         "chain",
         "deadline",
-        "in_flight",
         "is_ahead",
         "is_parked",
         "is_scored",
@@ -106,13 +104,14 @@ class Sequence:
         "pages",
         "passes",
         "paused",
-        "pending",
         "phase",
         "plain",
         "preempting",
         "prompt_scores",
         "rank_rows",
+        "request_id",
         "seat",
+        "stops",
         "submit",
         "tokens",
         "yields",
@@ -129,6 +128,8 @@ class Sequence:
         mask: TokenMask | None = None,
     ) -> None:
         self.submit = submit
+        self.request_id = submit.request_id
+        self.stops = submit.sampling.stop_token_ids
         self.order = -1
         self.deadline = deadline
         self.num_prompt = len(submit.prompt)
@@ -138,8 +139,6 @@ class Sequence:
         self.last = min(len(submit.prompt) + submit.sampling.max_tokens, max_context)
         self.tokens = list(submit.prompt)
         self.num_scheduled = 0
-        self.pending = 0
-        self.in_flight = 0
         self.pages: list[int] = []
         self.chain = chain
         self.keys = list(keys)
@@ -170,14 +169,11 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Positions that are neither computed nor planned; 0 when the last token it may generate is already on its way.
+        """Known tokens that are neither computed nor planned, as long as it does not decode.
 
         Without its adapter it has none beyond `num_ahead`.
         """
-        if self.is_ahead:
-            return self.num_ahead - self.num_scheduled
-        num_known = len(self.tokens) + self.pending
-        return 0 if num_known >= self.last else num_known - self.num_scheduled
+        return (self.num_ahead if self.is_ahead else len(self.tokens)) - self.num_scheduled
 
     @property
     def slot(self) -> int:

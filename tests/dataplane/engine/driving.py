@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from dataplane.engine.intake import Intake
@@ -10,7 +11,7 @@ from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.leases import Adapters
 from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Sampling, Submit
-from dataplane.engine.plan import Outcome, Plan
+from dataplane.engine.plan import Outcome, Picks, Plan, PlannedRows
 from dataplane.engine.scheduler import Scheduler
 from dataplane.lora.holdings import LoadPlan
 from dataplane.lora.residency import Lease, Residency
@@ -68,6 +69,28 @@ class FakeAdapters:
         return held - self.num_slots * self.weights.get(tenant, 1) / sum(self.weights.values())
 
 
+def rows_of(plan: Plan) -> tuple[PlannedRows, ...]:
+    """All rows of a plan, those of sequences that decode spelled out; their ids are empty, since only the device knows them."""
+    pages = {seat: (place, page) for seat, place, page in plan.decodes.new_pages}
+    decodes = []
+    columns = zip(plan.decodes.picks.seats.tolist(), plan.decodes.slots.tolist(), plan.decodes.starts.tolist(), strict=True)
+    for row, (seat, slot, start) in enumerate(columns):
+        place, page = pages.pop(seat, (-1, 0))
+        decodes.append(
+            PlannedRows(
+                seat=seat, slot=slot, start=start, count=1, ids=(), new_pages=(page,) if page else (), num_pages_before=place,
+                sampling=plan.decodes.picks.settings[row], sample_index=int(plan.decodes.picks.sample_indexes[row]), history=None,
+            )
+        )  # fmt: skip
+    assert not pages, "every new page belongs to a row"
+    return (*decodes, *plan.rows)
+
+
+def picks(rows: Sequence[PlannedRows]) -> Picks:
+    """The last rows of each, as the sampler takes them."""
+    return Picks.of([planned.pick for planned in rows])
+
+
 class Device:
     """Runs plans on integers: the KV "cache" holds the tokens themselves, and the next token is a hash of all of them.
 
@@ -87,10 +110,11 @@ class Device:
 
     def run(self, plan: Plan) -> list[int | None]:
         out: list[int | None] = []
-        assert plan.num_tokens == sum(rows.count for rows in plan.rows)
-        for rows in plan.rows:
+        assert plan.num_tokens == sum(rows.count for rows in rows_of(plan))
+        for rows in rows_of(plan):
             table = self.tables.setdefault(rows.seat, [])
-            del table[rows.num_pages_before :]
+            if rows.new_pages or not rows.start:
+                del table[rows.num_pages_before :]
             table += rows.new_pages
             assert rows.num_shared_pages * self.page_size <= rows.start
             for page in rows.new_pages[: rows.num_shared_pages]:
@@ -121,7 +145,7 @@ class Device:
                 token = next_token([token for token in seen if token is not None])
                 self.last[rows.seat] = token
                 out.append(token)
-        owners = [page for seat in {rows.seat for rows in plan.rows} for page in self.tables[seat]]
+        owners = [page for seat in {rows.seat for rows in rows_of(plan)} for page in self.tables[seat]]
         private = [page for page in owners if page not in self.frozen]
         assert len(private) == len(set(private)), "a page that is not shared has one owner"
         assert 0 not in owners, "page 0 is nobody's"
@@ -183,10 +207,11 @@ class Loop:
 
     def turn(self) -> bool:
         plan = self.scheduler.schedule()
-        ran = plan is not None and bool(plan.rows)
-        if plan is not None and plan.rows:
+        ran = plan is not None and plan.num_tokens > 0
+        if plan is not None and ran:
             self.plans.append(plan)
-            for sequence in self.scheduler._in_flight[-1][1]:
+            flight = self.scheduler._commits._flights[-1]
+            for sequence in (*flight.decoding, *flight.others):
                 self.device.owners[sequence.seat] = sequence.submit
             self.uncommitted.append((plan, self.device.run(plan)))
         if self.uncommitted and (len(self.uncommitted) > self.lag or not ran):
@@ -220,6 +245,9 @@ class Loop:
 def assert_idle(scheduler: Scheduler, adapters: FakeAdapters | None = None) -> None:
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_pages_used) == (0, 0, 0)
     assert scheduler.request_ids == ()
+    assert not scheduler._seating.decoders._is_ready.any()
+    assert set(scheduler._seating.decoders._members) == {None}
+    assert scheduler._seating._leaving == []
     assert (scheduler._leases.active, scheduler._leases.num_rank_rows, scheduler._leases._awaited) == ({}, 0, {})
     tenants = scheduler._tenants
     assert (tenants._num_active, tenants._weights, tenants._parked, list(tenants.active)) == (0, 0, {}, [])

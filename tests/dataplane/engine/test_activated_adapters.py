@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.dataplane.engine.driving import FakeAdapters, Loop, add, assert_idle, expected, make, submit
+from tests.dataplane.engine.driving import FakeAdapters, Loop, add, assert_idle, expected, make, rows_of, submit
 
 PROMPT = tuple(range(10, 24))
 """Three full pages of four tokens, and two tokens more."""
@@ -21,7 +21,7 @@ def activated(name: str, prompt: tuple[int, ...] = PROMPT, **fields: Any) -> Any
 
 def planned(loop: Loop) -> list[tuple[int, int, int, int]]:
     """(slot, start, count, num_base) of all rows so far."""
-    return [(rows.slot, rows.start, rows.count, rows.num_base) for plan in loop.plans for rows in plan.rows]
+    return [(rows.slot, rows.start, rows.count, rows.num_base) for plan in loop.plans for rows in rows_of(plan)]
 
 
 def hits(loop: Loop, request: Any) -> int:
@@ -242,7 +242,7 @@ def test_a_preempted_request_goes_on_where_its_adapter_starts() -> None:
     for name in "ab":
         add(scheduler, activated(name, (ord(name), *range(1, 8)), active_from=6, max_tokens=16))
     loop.run()
-    assert sum(len(plan.rows) < 2 for plan in loop.plans) > 1, "one was preempted"
+    assert sum(len(rows_of(plan)) < 2 for plan in loop.plans) > 1, "one was preempted"
     assert all(loop.outputs[name] == expected((ord(name), *range(1, 8)), 16, ()) for name in "ab")
     assert_idle(scheduler, adapters)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dataplane.engine.batch import StepBuffers
 from dataplane.engine.messages import Sampling
-from dataplane.engine.plan import Plan, PlannedRows
+from dataplane.engine.plan import Decodes, Picks, Plan, PlannedRows
 from dataplane.model.attention import PagedKv
 
 CPU = torch.device("cpu")
@@ -71,7 +72,7 @@ def test_rows_positions_and_cache_rows_follow_the_plan(buffers: StepBuffers, kv:
     assert [(c.first_row, c.num_rows, c.context, c.pages.tolist()) for c in batch.chunks] == [(1, 5, 0, [4, 8]), (6, 2, 0, [6])]
     assert batch.sample_rows is not None
     assert batch.sample_rows.tolist() == [0, 5]
-    assert len(step.sampled) == 2
+    assert len(step.picks) == 2
 
 
 def test_page_lists_are_padded_with_page_zero_whatever_a_seat_held_before(buffers: StepBuffers, kv: PagedKv) -> None:
@@ -83,9 +84,26 @@ def test_page_lists_are_padded_with_page_zero_whatever_a_seat_held_before(buffer
     assert step.batch.decode_pages.tolist() == [[6, 8, 9], [7, 0, 0]]
 
 
-def test_a_missing_id_is_named_with_its_row_and_seat(buffers: StepBuffers, kv: PagedKv) -> None:
-    step = buffers.fill(plan(rows(0, 0, (1,), new_pages=(6,)), rows(3, 0, (), count=1, new_pages=(7,))), kv)
-    assert step.late == ((1, 3),)
+def test_rows_of_sequences_that_decode_come_first_and_name_their_seats(buffers: StepBuffers, kv: PagedKv) -> None:
+    buffers.fill(plan(rows(0, 0, (9,) * 4, new_pages=(7,)), rows(3, 0, (8,) * 6, new_pages=(5, 2))), kv)
+    greedy = Sampling(max_tokens=9, temperature=0.0)
+    picks = Picks(np.array([3, 0]), [greedy, SAMPLING], np.array([4, 1]), {})
+    decodes = Decodes(picks, np.array([-1, 2], dtype=np.int32), np.array([6, 4]), ((0, 1, 9),))
+    others = rows(1, 0, (6,), new_pages=(3,)), rows(2, 0, (1, 2), slot=1, new_pages=(6,))
+    step = buffers.fill(Plan(others, 5, frozenset(), decodes), kv)
+    batch = step.batch
+    assert step.decode_seats.tolist() == [3, 0]
+    assert batch.ids[2:].tolist() == [6, 1, 2]
+    assert batch.positions.tolist() == [6, 4, 0, 0, 1]
+    assert batch.kv_rows.tolist() == [kv.row_of(page, at) for page, at in ((2, 2), (9, 0), (3, 0), (6, 0), (6, 1))]
+    assert (batch.num_decode, batch.decode_lengths.tolist()) == (3, [7, 5, 1])
+    assert batch.decode_pages.tolist() == [[5, 2], [7, 9], [3, 0]]
+    assert step.row_slot.tolist() == [-1, 2, -1, 1, 1]
+    assert batch.sample_rows is not None
+    assert batch.sample_rows.tolist() == [0, 1, 2, 4]
+    assert step.picks.seats.tolist() == [3, 0, 1, 2]
+    assert step.picks.settings == [greedy, SAMPLING, SAMPLING, SAMPLING]
+    assert step.picks.sample_indexes.tolist() == [4, 1, 0, 0]
 
 
 def test_buffers_keep_their_addresses(buffers: StepBuffers, kv: PagedKv) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dataplane.engine.messages import Logprobs, Sampling, Submit
 from dataplane.engine.plan import Chosen, Plan
-from tests.dataplane.engine.driving import FakeAdapters, Loop, assert_idle, expected, make, submit
+from tests.dataplane.engine.driving import FakeAdapters, Loop, assert_idle, expected, make, rows_of, submit
 
 
 def test_a_late_commit_plans_on_the_token_that_is_only_on_the_device_and_drops_the_surplus() -> None:
@@ -17,7 +17,7 @@ def test_a_late_commit_plans_on_the_token_that_is_only_on_the_device_and_drops_t
     scheduler.add(submit("a", max_tokens=10, stops=(stop,)), 0.0)
     loop = Loop(scheduler, lag=1)
     loop.run()
-    late = [rows for plan in loop.plans for rows in plan.rows if len(rows.ids) < rows.count]
+    late = [rows for plan in loop.plans for rows in rows_of(plan) if len(rows.ids) < rows.count]
     assert len(late) == 2, "the second token, and the surplus one"
     assert loop.outputs["a"] == expected((1, 2, 3, 4), 2, ())
     assert loop.finished == {"a": "stop"}
@@ -30,10 +30,10 @@ def test_prefill_chunks_and_decode_rows_share_steps_within_the_token_budget() ->
     scheduler.add(submit("a", 3, max_tokens=12), 0.0)
     scheduler.add(submit("b", 20, max_tokens=2), 0.0)
     loop.run()
-    mixed = [plan for plan in loop.plans if {rows.count == 1 for rows in plan.rows} == {True, False}]
+    mixed = [plan for plan in loop.plans if {rows.count == 1 for rows in rows_of(plan)} == {True, False}]
     assert mixed
     assert all(plan.num_tokens <= 5 for plan in loop.plans)
-    assert all(rows.count == 1 for plan in mixed for rows in plan.rows[:1])
+    assert all(rows.count == 1 for plan in mixed for rows in rows_of(plan)[:1])
 
 
 def test_rows_are_ordered_single_rows_first_then_by_slot() -> None:
@@ -44,7 +44,7 @@ def test_rows_are_ordered_single_rows_first_then_by_slot() -> None:
         scheduler.add(submit(str(i), version=version), 0.0)
     loop.run()
     for plan in loop.plans:
-        keys = [(rows.count > 1, rows.slot) for rows in plan.rows]
+        keys = [(rows.count > 1, rows.slot) for rows in rows_of(plan)]
         assert keys == sorted(keys)
 
 
@@ -60,9 +60,9 @@ def test_prompt_tokens_are_scored_once_each_however_the_prompt_is_cut(lag: int) 
     pending: list[tuple[Plan, list[Any]]] = []
     while (plan := scheduler.schedule()) is not None or pending:
         if plan is not None:
-            assert sum(len(rows.targets) for rows in plan.rows) <= 64
+            assert sum(len(rows.targets) for rows in rows_of(plan)) <= 64
             results: list[Any] = []
-            for rows in plan.rows:
+            for rows in rows_of(plan):
                 if rows.targets:
                     first = rows.start + rows.score_start
                     scored.setdefault(rows.targets[0] >= 500, []).extend(rows.targets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.logit_rules import LogitRules
 from dataplane.engine.messages import Sampling, Submit
-from dataplane.engine.plan import PlannedRows
+from dataplane.engine.plan import Pick, PlannedRows
 from dataplane.engine.sampler import Sampler
 from tests.dataplane.engine.conftest import EOS
 from veneer.errors import InternalError, UnavailableError, VeneerError
@@ -62,8 +62,8 @@ async def client(spoken_dir: Path, request: pytest.FixtureRequest) -> AsyncItera
     await started.stop()
 
 
-def is_due(rows: Sequence[PlannedRows]) -> bool:
-    return any(row.sampling is not None and row.sampling.seed == GUILTY and row.sample_index >= TURN for row in rows)
+def is_due(rows: Sequence[Pick]) -> bool:
+    return any(row.sampling.seed == GUILTY and row.sample_index >= TURN for row in rows)
 
 
 Patch = pytest.MonkeyPatch
@@ -83,7 +83,7 @@ def _setting_up(patch: Patch) -> None:
 def _applying(patch: Patch) -> None:
     add_bias = LogitRules._add_bias
 
-    def fail(self: LogitRules, logits: Any, rows: Sequence[PlannedRows]) -> None:
+    def fail(self: LogitRules, logits: Any, rows: Sequence[Pick]) -> None:
         if is_due(rows):
             raise ZeroDivisionError
         add_bias(self, logits, rows)
@@ -98,7 +98,7 @@ def _asking_its_grammar(patch: Patch) -> None:
         def allowed(self) -> bytes:
             raise ZeroDivisionError
 
-    def fail(self: LogitRules, logits: Any, rows: Sequence[PlannedRows]) -> Any:
+    def fail(self: LogitRules, logits: Any, rows: Sequence[Pick]) -> Any:
         return ban(self, logits, [row._replace(mask=Broken()) if is_due([row]) else row for row in rows])
 
     patch.setattr(LogitRules, "_ban", fail)
@@ -111,8 +111,9 @@ def _telling_its_grammar(patch: Patch) -> None:
         def advance(self, token: int) -> None:
             raise ZeroDivisionError
 
-    def fail(self: LogitRules, rows: Sequence[PlannedRows], tokens: Any, where: Sequence[int]) -> Any:
-        return note(self, [row._replace(mask=Broken()) if is_due([row]) else row for row in rows], tokens, where)
+    def fail(self: LogitRules, rows: Mapping[int, Pick], tokens: Any, where: Sequence[int]) -> Any:
+        broken = {i: row._replace(mask=Broken()) if is_due([row]) else row for i, row in rows.items()}
+        return note(self, broken, tokens, where)
 
     patch.setattr(LogitRules, "note", fail)
 

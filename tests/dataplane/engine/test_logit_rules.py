@@ -13,6 +13,7 @@ from dataplane.engine.logit_rules import LogitRules
 from dataplane.engine.messages import Sampling
 from dataplane.engine.plan import PlannedRows
 from dataplane.engine.sampler import Sampler
+from tests.dataplane.engine.driving import picks
 from veneer.errors import InvalidArgumentError, ResourceExhaustedError
 
 CPU = torch.device("cpu")
@@ -112,7 +113,7 @@ def test_mixed_rows_follow_their_own_rules_exactly(seed: int) -> None:
             sampler.start(row)
         logits = torch.randn(len(rows), VOCAB, generator=generator)
         logits[:, :8] += 2  # so that few tokens come often
-        samples = sampler.sample(logits, rows)
+        samples = sampler.sample(logits, picks(rows))
         for sequence, row_logits, token in zip(present, logits.tolist(), samples.tokens.tolist(), strict=True):
             want = sequence.ruled(row_logits)
             assert want[token] == pytest.approx(max(want), abs=1e-5), f"step {step}, {sequence.sampling}"
@@ -131,7 +132,7 @@ def test_every_logit_is_what_the_definition_gives(seed: int) -> None:
         rules.start(row)
     logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(seed))
     want = torch.tensor([sequence.ruled(row) for sequence, row in zip(sequences, logits.tolist(), strict=True)])
-    assert rules.apply(logits, rows) == {}
+    assert rules.apply(logits, [row.pick for row in rows]) == {}
     torch.testing.assert_close(logits, want, rtol=1e-6, atol=1e-6)
 
 
@@ -142,7 +143,7 @@ def test_a_grammar_selects_and_is_told_what_was_chosen() -> None:
     rows = [sequence.planned() for sequence in sequences]
     sampler.start(rows[0])
     logits = torch.arange(VOCAB, dtype=torch.float32).repeat(2, 1)
-    assert sampler.sample(logits, rows).tokens.tolist() == [17, VOCAB - 1]
+    assert sampler.sample(logits, picks(rows)).tokens.tolist() == [17, VOCAB - 1]
     assert mask.tokens == [17]
 
 
@@ -150,7 +151,7 @@ def test_a_drawn_token_is_allowed_too() -> None:
     rows = [Sequence(0, (1,), grammar="g", mask=Mask(3, 17), temperature=2.0, seed=seed).planned() for seed in range(300)]
     sampler = Sampler(max_sequences=1, vocab_size=VOCAB, device=CPU)
     sampler.start(rows[0])
-    tokens = sampler.sample(torch.zeros(300, VOCAB), rows).tokens.tolist()
+    tokens = sampler.sample(torch.zeros(300, VOCAB), picks(rows)).tokens.tolist()
     assert set(tokens) == {3, 17}
 
 
@@ -162,7 +163,7 @@ def test_rules_that_leave_nothing_end_their_own_row_only(temperature: float, mas
     rows = [sequence.planned() for sequence in sequences]
     for row in rows:
         sampler.start(row)
-    samples = sampler.sample(torch.arange(VOCAB, dtype=torch.float32).repeat(2, 1), rows)
+    samples = sampler.sample(torch.arange(VOCAB, dtype=torch.float32).repeat(2, 1), picks(rows))
     fault = samples.more[0].fault
     assert fault is not None
     assert fault[0] == status
@@ -179,7 +180,7 @@ def test_a_row_that_is_not_finite_is_found_whatever_its_rules() -> None:
         sampler.start(row)
     logits = torch.zeros(3, VOCAB)
     logits[1, 7] = torch.nan
-    samples = sampler.sample(logits, rows)
+    samples = sampler.sample(logits, picks(rows))
     assert samples.finite.tolist() == [True, False, True]
     assert sorted(samples.more) == [0, 2]
 
@@ -191,7 +192,7 @@ def test_logprobs_are_those_of_the_raw_distribution() -> None:
     sampler.start(row)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
     raw = logits.double().log_softmax(-1)[0]
-    chosen = sampler.sample(logits, [row]).more[0]
+    chosen = sampler.sample(logits, picks([row])).more[0]
     assert chosen.token == 9
     assert chosen.logprobs is not None
     assert chosen.logprobs.logprob == pytest.approx(float(raw[9]), abs=1e-5)
@@ -210,7 +211,7 @@ def test_plain_rows_run_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row._replace(history=None) for row in rows]
     for row in rows:
         sampler.start(row)
-    assert sampler.sample(torch.zeros(2, VOCAB), rows).more == {}
+    assert sampler.sample(torch.zeros(2, VOCAB), picks(rows)).more == {}
 
 
 def test_a_row_is_drawn_as_if_it_were_alone_whatever_rules_stand_beside_it() -> None:
@@ -230,7 +231,7 @@ def test_a_row_is_drawn_as_if_it_were_alone_whatever_rules_stand_beside_it() -> 
         for row in rows:
             if not row.plain:
                 sampler.start(row)
-        return sampler.sample(logits[which], rows).tokens.tolist()
+        return sampler.sample(logits[which], picks(rows)).tokens.tolist()
 
     together = choose(list(range(len(fields))))
     for i in (0, 1, 2, 3, 5):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dataplane.engine.pace import Pace
 from dataplane.engine.plan import Plan
-from tests.dataplane.engine.driving import Loop, add, assert_idle, expected, make, submit
+from tests.dataplane.engine.driving import Loop, add, assert_idle, expected, make, rows_of, submit
 
 
 @given(
@@ -65,7 +65,7 @@ class TimedLoop(Loop):
     """A loop on a device whose steps take what a law says."""
 
     def seconds_of(self, plan: Plan) -> float:
-        num_single = sum(rows.count == 1 for rows in plan.rows)
+        num_single = sum(rows.count == 1 for rows in rows_of(plan))
         return 0.010 + 0.002 * num_single + 0.001 * (plan.num_tokens - num_single)
 
 
@@ -80,7 +80,7 @@ def test_prompts_are_cut_so_that_those_who_decode_get_their_tokens_in_time(max_s
     for i in range(4):
         add(scheduler, submit(f"long{i}", tuple((i + j) % 50 for j in range(200)), max_tokens=2, tenant="b"))
     loop.run()
-    decoding = [loop.seconds_of(plan) for plan in loop.plans if any(rows.count == 1 for rows in plan.rows)]
+    decoding = [loop.seconds_of(plan) for plan in loop.plans if any(rows.count == 1 for rows in rows_of(plan))]
     if not max_step_ms:
         assert max(decoding) > 0.1
     else:

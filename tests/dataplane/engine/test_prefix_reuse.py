@@ -10,7 +10,7 @@ import pytest
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Sampling, Submit
-from tests.dataplane.engine.driving import FakeAdapters, Loop, add, assert_idle, expected, make, submit
+from tests.dataplane.engine.driving import FakeAdapters, Loop, add, assert_idle, expected, make, rows_of, submit
 
 PROMPT = tuple(range(10, 22))
 """Three full pages of four tokens."""
@@ -69,7 +69,7 @@ def test_a_preempted_request_reuses_its_own_pages(lag: int) -> None:
         for name in "ab":
             add(scheduler, submit(name, (ord(name), *range(1, 8)), max_tokens=16, cache_salt=salt))
         loop.run()
-        assert sum(len(plan.rows) < 2 for plan in loop.plans) > 1, "one was preempted"
+        assert sum(len(rows_of(plan)) < 2 for plan in loop.plans) > 1, "one was preempted"
         assert all(loop.outputs[name] == expected((ord(name), *range(1, 8)), 16, ()) for name in "ab")
         assert_idle(scheduler)
         return loop.device.num_computed

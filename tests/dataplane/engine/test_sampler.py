@@ -12,6 +12,7 @@ from dataplane.engine import sampler as module
 from dataplane.engine.messages import Sampling
 from dataplane.engine.plan import PlannedRows
 from dataplane.engine.sampler import Sampler, uniform
+from tests.dataplane.engine.driving import picks
 
 CPU = torch.device("cpu")
 VOCAB = 300
@@ -32,7 +33,7 @@ def make() -> Sampler:
 
 def draw(logits: torch.Tensor, count: int, **fields: Any) -> list[int]:
     """Draws tokens 0 … count − 1 of one request from the same logits."""
-    samples = make().sample(logits.repeat(count, 1), [planned(i, **fields) for i in range(count)])
+    samples = make().sample(logits.repeat(count, 1), picks([planned(i, **fields) for i in range(count)]))
     tokens, finite = samples.tokens, samples.finite
     assert finite.all()
     return [int(token) for token in tokens]
@@ -94,14 +95,14 @@ def test_the_prefilter_never_changes_a_token(
 
 
 def test_a_seeded_row_does_not_depend_on_its_neighbours_or_place(logits: torch.Tensor) -> None:
-    alone = [int(make().sample(logits[None].clone(), [planned(i, temperature=1.2, seed=7)]).tokens[0]) for i in range(40)]
+    alone = [int(make().sample(logits[None].clone(), picks([planned(i, temperature=1.2, seed=7)])).tokens[0]) for i in range(40)]
     others = torch.randn(9, VOCAB) * 5
     others[3] = float("nan")
     for i, token in enumerate(alone):
         batch = torch.cat([others[: i % 9], logits[None], others[i % 9 :]])
         rows = [planned(i, seed=99 + j, temperature=j % 3 * 1.0) for j in range(9)]
         rows.insert(i % 9, planned(i, temperature=1.2, seed=7))
-        samples = make().sample(batch, rows)
+        samples = make().sample(batch, picks(rows))
         tokens, finite = samples.tokens, samples.finite
         assert int(tokens[i % 9]) == token
         assert finite.tolist().count(False) == 1
@@ -116,7 +117,7 @@ def test_temperature_zero_takes_the_likeliest(logits: torch.Tensor) -> None:
 def test_a_row_that_is_not_finite_is_reported(logits: torch.Tensor, poison: float) -> None:
     batch = logits.repeat(3, 1)
     batch[1, 17] = poison
-    finite = make().sample(batch, [planned(temperature=1.0), planned(temperature=1.0), planned(temperature=0.0)]).finite
+    finite = make().sample(batch, picks([planned(temperature=1.0), planned(temperature=1.0), planned(temperature=0.0)])).finite
     assert finite.tolist() == [True, False, True]
 
 
@@ -126,10 +127,10 @@ def test_repetition_penalty_pushes_seen_tokens_of_prompt_and_output_down() -> No
     logits[:4] = torch.tensor([8.0, 7.0, 6.0, -1.0])
     row = planned(seat=2, temperature=0.0, repetition_penalty=2.0, history=(0, 5))
     sampler.start(row)
-    tokens = [int(sampler.sample(logits[None].clone(), [row]).tokens[0]) for _ in range(3)]
+    tokens = [int(sampler.sample(logits[None].clone(), picks([row])).tokens[0]) for _ in range(3)]
     assert tokens == [1, 2, 0], "8/2 < 7; then 7/2 < 6; then 4 is the largest"
     sampler.start(planned(seat=2, temperature=0.0, repetition_penalty=2.0, history=(9,)))
-    assert int(sampler.sample(logits[None].clone(), [row]).tokens[0]) == 0, "a seat starts anew"
+    assert int(sampler.sample(logits[None].clone(), picks([row])).tokens[0]) == 0, "a seat starts anew"
 
 
 def test_noise_is_uniform_and_depends_on_seed_and_index() -> None:
@@ -151,6 +152,6 @@ def test_no_setting_makes_finite_logits_count_as_not_finite(
     likeliest = int(logits.argmax())
     row = planned(repetition_penalty=1e-38, history=(likeliest,), **fields)
     sampler.start(row)
-    samples = sampler.sample(logits.to(dtype).repeat(1, 1), [row])
+    samples = sampler.sample(logits.to(dtype).repeat(1, 1), picks([row]))
     assert samples.finite.tolist() == [True]
     assert samples.tokens.tolist() == [likeliest]

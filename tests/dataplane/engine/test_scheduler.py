@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.engine.messages import Delta
 from kernels.rows import aligned_rank
-from tests.dataplane.engine.driving import FakeAdapters, Loop, add, assert_idle, expected, make, submit
+from tests.dataplane.engine.driving import FakeAdapters, Loop, add, assert_idle, expected, make, rows_of, submit
 from veneer.errors import InvalidArgumentError, ResourceExhaustedError
 
 REQUESTS = st.lists(
@@ -65,7 +64,7 @@ def test_every_request_gets_its_own_tokens_and_everything_comes_back(
                 scheduler.pause(str(i), paused=paused)
         if not loop.turn() and turn > 20:
             break
-        slots = {rows.slot: 0 for rows in loop.plans[-1].rows if rows.slot >= 0} if loop.plans else {}
+        slots = {rows.slot: 0 for rows in rows_of(loop.plans[-1]) if rows.slot >= 0} if loop.plans else {}
         rank_rows = sum(aligned_rank(int(sorted(adapters.resident)[slot].split("r")[1])) for slot in slots)
         assert rank_rows <= 64
         assert not loop.plans or loop.plans[-1].num_tokens <= step_tokens
@@ -93,16 +92,3 @@ def test_a_full_queue_refuses_and_bad_lengths_are_the_callers_fault() -> None:
     loop.run()
     assert len(loop.outputs["c"]) == 1, "the context leaves room for one"
     assert_idle(scheduler)
-
-
-def test_values_that_are_not_finite_end_one_request_only() -> None:
-    scheduler = make()
-    scheduler.add(submit("bad", (1,)), 0.0)
-    scheduler.add(submit("good", (2,)), 0.0)
-    plan = scheduler.schedule()
-    assert plan is not None
-    outcome = scheduler.commit(plan, [None if rows.ids == (1,) else 7 for rows in plan.rows])
-    assert [failed.status for failed in outcome.failed] == ["INTERNAL"]
-    assert [item.request_id for item in outcome.not_finite] == ["bad"]
-    assert outcome.deltas == (Delta("good", 0, (7,), None, 1),)
-    assert scheduler.request_ids == ("good",)

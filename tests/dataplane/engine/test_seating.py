@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.engine.plan import Outcome
-from tests.dataplane.engine.driving import FakeAdapters, Loop, assert_idle, expected, make, submit
+from tests.dataplane.engine.driving import FakeAdapters, Loop, assert_idle, expected, make, rows_of, submit
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -16,7 +15,7 @@ def test_preemption_takes_the_newest_and_never_the_oldest(lag: int) -> None:
         scheduler.add(submit(name, (ord(name), 1, 2, 3), max_tokens=20), 0.0)
     loop.run()
     assert list(loop.finished) == ["a", "b", "c"]
-    starts = [(rows.ids[0], rows.start) for plan in loop.plans for rows in plan.rows if rows.count > 1]
+    starts = [(rows.ids[0], rows.start) for plan in loop.plans for rows in rows_of(plan) if rows.count > 1]
     assert sum(first == ord("a") for first, _ in starts) == 1
     assert sum(first == ord("c") for first, _ in starts) > 1, "the newest was recomputed"
     assert all(loop.outputs[name] == expected((ord(name), 1, 2, 3), 20, ()) for name in "abc")
@@ -39,24 +38,6 @@ def test_an_abort_gives_everything_back_within_one_step(stage: str) -> None:
     assert not scheduler.abort("a")
 
 
-@pytest.mark.parametrize("ending", ["stop", "abort", "not finite"])
-def test_what_rows_in_flight_use_is_held_until_they_are_committed(ending: str) -> None:
-    adapters = FakeAdapters({"v1r3"})
-    scheduler = make(adapters=adapters)
-    scheduler.add(submit("a", version="v1r3", stops=(7,)), 0.0)
-    first, second = scheduler.schedule(), scheduler.schedule()
-    assert first is not None
-    assert second is not None
-    if ending == "abort":
-        scheduler.abort("a")
-    scheduler.commit(first, [None if ending == "not finite" else 7])
-    assert scheduler.request_ids == ()
-    assert (len(adapters.leases), scheduler.num_pages_used, scheduler.num_running) == (1, 2, 1)
-    assert scheduler.schedule() is None
-    assert scheduler.commit(second, [9]) == Outcome((), (), ())
-    assert_idle(scheduler, adapters)
-
-
 def test_a_paused_sequence_keeps_its_pages_and_goes_on_where_it_was() -> None:
     scheduler = make()
     loop = Loop(scheduler)
@@ -75,7 +56,7 @@ def test_a_paused_sequence_keeps_its_pages_and_goes_on_where_it_was() -> None:
     scheduler.pause("slow", paused=False)
     loop.run()
     assert loop.outputs["slow"] == expected((1, 2, 3, 4), 12, ())
-    assert all(rows.start > 0 for plan in loop.plans[num_plans:] for rows in plan.rows), "nothing was computed again"
+    assert all(rows.start > 0 for plan in loop.plans[num_plans:] for rows in rows_of(plan)), "nothing was computed again"
     assert_idle(scheduler)
 
 

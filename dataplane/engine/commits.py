@@ -1,0 +1,154 @@
+"""What the results of a step mean for requests: tokens, ends and failures."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
+from typing import NamedTuple, cast
+
+from dataplane.engine.admission import Admission
+from dataplane.engine.messages import Delta, Failed, FinishReason, NotFinite
+from dataplane.engine.pace import Pace
+from dataplane.engine.plan import Chosen, Outcome, Plan, Result
+from dataplane.engine.prefix_cache import PrefixCache
+from dataplane.engine.requests import Requests
+from dataplane.engine.seating import Seating
+from dataplane.engine.sequence import Phase, Sequence
+
+
+class Flight(NamedTuple):
+    """A plan that is not committed yet.
+
+    Attributes:
+        plan: The plan.
+        decoding: The sequences of its decodes.
+        others: Those of its other rows.
+        cost: What is charged for it.
+        work: What its rows cost, paid for or not.
+    """
+
+    plan: Plan
+    decoding: list[Sequence]
+    others: list[Sequence]
+    cost: float
+    work: float
+
+
+@dataclass(slots=True)
+class _News:
+    deltas: list[Delta] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    not_finite: list[NotFinite] = field(default_factory=list)
+
+
+class Commits:
+    """Owns the plans that are in flight and takes their results, oldest first. Owned by the scheduler."""
+
+    def __init__(
+        self, requests: Requests, seating: Seating, *, admission: Admission, prefix: PrefixCache, pace: Pace | None
+    ) -> None:
+        self._requests = requests
+        self._seating = seating
+        self._admission = admission
+        self._prefix = prefix
+        self._pace = pace
+        self._flights: deque[Flight] = deque()
+
+    def expect(self, flight: Flight) -> None:
+        """Notes that a plan is in flight."""
+        self._flights.append(flight)
+        self._seating.take_off(flight.plan, flight.others)
+
+    def take(self, plan: Plan, results: Seq[Result], *, seconds: float) -> Outcome:
+        """Takes the results of the oldest plan in flight; see `Scheduler.commit`."""
+        flight = self._flights.popleft()
+        assert flight.plan is plan, "plans are committed in the order in which they were made"
+        self._seating.land()
+        self._admission.observe(flight.cost, seconds)
+        if self._pace is not None:
+            self._pace.observe(flight.work, seconds)
+        news = _News()
+        num_decodes = len(plan.decodes)
+        self._take_decodes(flight, results[:num_decodes], news)
+        of_others = iter(results[num_decodes:])
+        for sequence, rows in zip(flight.others, plan.rows, strict=True):
+            if rows.sampling is not None or rows.targets:
+                self._take(sequence, next(of_others), news, num_computed=rows.start + rows.count)
+            elif sequence.is_ahead and sequence.phase is not Phase.ENDED:
+                self._prefix.keep(sequence, rows.start + rows.count)
+        self._seating.clear()
+        return Outcome(tuple(news.deltas), tuple(news.failed), tuple(news.not_finite))
+
+    def _take_decodes(self, flight: Flight, results: Seq[Result], news: _News) -> None:
+        """Takes the results of decode rows: together where each is just a token of a request that goes on."""
+        decodes, sequences = flight.plan.decodes, flight.decoding
+        if self._seating.has_ended_in_flight or not set(map(type, results)) <= {int}:
+            for sequence, start, result in zip(sequences, decodes.starts.tolist(), results, strict=True):
+                self._take(sequence, result, news, num_computed=start + 1)
+            return
+        tokens = cast("Seq[int]", results)
+        decoders = self._seating.decoders
+        for row in decoders.filling_page(decodes):
+            self._prefix.keep(sequences[row], int(decodes.starts[row]) + 1)
+        ends: dict[int, FinishReason] = dict.fromkeys(decoders.reaching_last(decodes), "length")
+        for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            sequence.tokens.append(token)
+            if token in sequence.stops:
+                ends[row] = "stop"
+        columns = zip(
+            [sequence.request_id for sequence in sequences],
+            decodes.picks.sample_indexes.tolist(),
+            zip(tokens),
+            repeat(None),
+            [sequence.num_prompt for sequence in sequences],
+            repeat(()),
+            repeat(()),
+        )
+        deltas: list[Delta] = list(map(partial(tuple.__new__, Delta), columns))
+        for row, finish in ends.items():
+            deltas[row] = deltas[row]._replace(finish=finish)
+            self._end(sequences[row])
+        news.deltas += deltas
+
+    def _take(self, sequence: Sequence, result: Result, news: _News, *, num_computed: int) -> None:
+        """Takes what came of one sequence's rows, of which `num_computed` positions are computed now."""
+        request_id = sequence.request_id
+        if sequence.phase is Phase.ENDED:
+            return
+        if isinstance(result, int):
+            news.deltas.append(self._append(sequence, result, num_computed=num_computed))
+        elif result is None:
+            news.failed.append(Failed(request_id, "INTERNAL", "the model gave values that are not finite"))
+            news.not_finite.append(NotFinite(sequence.submit.version, request_id))
+            self._requests.end(sequence)
+            self._prefix.distrust(sequence)
+        elif result.fault is not None:
+            news.failed.append(Failed(request_id, *result.fault))
+            self._requests.end(sequence)
+        else:
+            sequence.prompt_scores += result.prompt
+            if result.token is not None:
+                news.deltas.append(self._append(sequence, result.token, num_computed=num_computed, more=result))
+
+    def _append(self, sequence: Sequence, token: int, *, num_computed: int, more: Chosen | None = None) -> Delta:
+        """Takes a token whose row led to finite logits; names the pages that are full now, and ends what it ends."""
+        self._prefix.keep(sequence, num_computed)
+        index = sequence.num_output
+        sequence.tokens.append(token)
+        finish: FinishReason | None = None
+        if token in sequence.stops:
+            finish = "stop"
+        elif len(sequence.tokens) >= sequence.last:
+            finish = "length"
+        if finish is not None:
+            self._end(sequence)
+        logprobs = () if more is None or more.logprobs is None else (more.logprobs,)
+        scores = () if more is None or index else tuple(sequence.prompt_scores)
+        return Delta(sequence.request_id, index, (token,), finish, sequence.num_prompt, logprobs, scores)
+
+    def _end(self, sequence: Sequence) -> None:
+        self._admission.finished(sequence.num_output)
+        self._requests.end(sequence)

@@ -1,0 +1,71 @@
+"""What the results of a step mean for requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataplane.engine.messages import Delta
+from dataplane.engine.plan import Chosen, Outcome
+from tests.dataplane.engine.driving import FakeAdapters, Loop, assert_idle, make, rows_of, submit
+
+
+def test_values_that_are_not_finite_end_one_request_only() -> None:
+    scheduler = make()
+    scheduler.add(submit("bad", (1,)), 0.0)
+    scheduler.add(submit("good", (2,)), 0.0)
+    plan = scheduler.schedule()
+    assert plan is not None
+    outcome = scheduler.commit(plan, [None if rows.ids == (1,) else 7 for rows in rows_of(plan)])
+    assert [failed.status for failed in outcome.failed] == ["INTERNAL"]
+    assert [item.request_id for item in outcome.not_finite] == ["bad"]
+    assert outcome.deltas == (Delta("good", 0, (7,), None, 1),)
+    assert scheduler.request_ids == ("good",)
+
+
+@pytest.mark.parametrize("ending", ["stop", "abort", "not finite"])
+def test_what_rows_in_flight_use_is_held_until_they_are_committed(ending: str) -> None:
+    adapters = FakeAdapters({"v1r3"})
+    scheduler = make(adapters=adapters)
+    scheduler.add(submit("a", version="v1r3", stops=(7,)), 0.0)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    if ending == "abort":
+        scheduler.abort("a")
+    scheduler.commit(first, [None if ending == "not finite" else 7])
+    assert scheduler.request_ids == ()
+    assert (len(adapters.leases), scheduler.num_pages_used, scheduler.num_running) == (1, 2, 1)
+    assert scheduler.schedule() is None
+    assert scheduler.commit(second, [9]) == Outcome((), (), ())
+    assert_idle(scheduler, adapters)
+
+
+@pytest.mark.parametrize("odd", [None, Chosen(None, fault=("INVALID_ARGUMENT", "no token is left"))])
+def test_one_decode_row_that_fails_takes_nothing_from_its_neighbours(odd: Chosen | None) -> None:
+    scheduler = make()
+    loop = Loop(scheduler)
+    for name in "abc":
+        scheduler.add(submit(name, (ord(name),), max_tokens=9), 0.0)
+    loop.turn()
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert len(plan.decodes) == 3
+    outcome = scheduler.commit(plan, [7, odd, 8])
+    assert [(delta.request_id, delta.index, delta.ids) for delta in outcome.deltas] == [("a", 1, (7,)), ("c", 1, (8,))]
+    assert [failed.request_id for failed in outcome.failed] == ["b"]
+    assert scheduler.request_ids == ("a", "c")
+    assert scheduler.num_running == 2
+
+
+def test_a_stop_token_ends_its_own_request_only_and_the_last_token_allowed_ends_another() -> None:
+    scheduler = make()
+    loop = Loop(scheduler)
+    scheduler.add(submit("stops", (1,), max_tokens=9, stops=(7,)), 0.0)
+    scheduler.add(submit("ends", (2,), max_tokens=2), 0.0)
+    scheduler.add(submit("goes on", (3,), max_tokens=9), 0.0)
+    loop.turn()
+    plan = scheduler.schedule()
+    assert plan is not None
+    deltas = scheduler.commit(plan, [7, 7, 7]).deltas
+    assert [(delta.request_id, delta.finish) for delta in deltas] == [("stops", "stop"), ("ends", "length"), ("goes on", None)]
+    assert scheduler.request_ids == ("goes on",)
