@@ -11,9 +11,10 @@ INSTALLED := .venv/.installed
 STUBS := .venv/.stubs
 PROTOS := $(shell find proto -name '*.proto')
 BENCH_JSON ?= bench.json
+PEERS_JSON ?= bench-peers.json
 LAST_RELEASE = $(shell git describe --tags --abbrev=0 --match "v*" 2>/dev/null)
 
-.PHONY: help demo up down test test-long docker-test check lint type proto bench format
+.PHONY: help demo up down test test-long docker-test check lint type proto bench peers format
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -62,6 +63,9 @@ proto: $(INSTALLED) ## generate the API's code
 
 bench: $(STUBS) ## measure the engine; writes bench.json
 	@$(BIN)/python -m benchmarks.engine --json $(BENCH_JSON)
+
+peers: $(STUBS) ## measure beside vLLM, transformers and peft; installs vLLM once; writes bench-peers.json
+	@$(BIN)/python -m benchmarks.peers --json $(PEERS_JSON)
 
 $(INSTALLED): pyproject.toml constraints.txt hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -21,20 +21,28 @@ class Row:
         value: What was measured.
         unit: Unit of value; `ratio` for quotients of two measurements of the same run.
         target: Bound, e.g. `>= 0.6`; empty for a figure that is only reported.
+        needs: Rows without whose bounds this one's does not count: what it divides by must be good for something.
     """
 
     id: str
     value: float
     unit: str = "ratio"
     target: str = ""
+    needs: tuple[str, ...] = ()
 
     @property
     def meets(self) -> bool | None:
-        """Whether the bound holds; None without one."""
+        """Whether the bound holds, seen alone; None without one. A value that is no number holds none."""
         if not self.target:
             return None
         relation, bound = self.target.split()
         return self.value >= float(bound) if relation == ">=" else self.value <= float(bound)
+
+
+def judge(rows: Sequence[Row]) -> list[bool | None]:
+    """Returns whether each row's bound holds, and those of the rows that it needs as well; None without a bound."""
+    held = {row.id for row in rows if row.meets}
+    return [row.meets and held.issuperset(row.needs) for row in rows]
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -45,14 +53,21 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def publish(rows: Sequence[Row], *, path: Path | None, title: str) -> bool:
-    """Prints the table, writes the JSON if asked to, and returns whether every bound holds."""
+    """Prints the table, writes the JSON if asked to, and returns whether every bound holds.
+
+    Rows with a slash in their id are cells of a table that their section has printed; they are in the JSON only.
+    """
     table = Table(title=title)
     for column in ("id", "value", "unit", "target", "meets"):
         table.add_column(column, justify="right" if column == "value" else "left")
-    for row in rows:
-        verdict = "" if row.meets is None else "yes" if row.meets else "NO"
+    verdicts = judge(rows)
+    for row, holds in zip(rows, verdicts, strict=True):
+        if "/" in row.id:
+            continue
+        verdict = "" if holds is None else "yes" if holds else "NO"
         table.add_row(row.id, f"{row.value:.4g}", row.unit, row.target, verdict)
     Console(width=100).print(table)
     if path is not None:
-        path.write_text(json.dumps([{**asdict(row), "meets": row.meets} for row in rows], indent=1) + "\n")
-    return all(row.meets is not False for row in rows)
+        listed = [{**asdict(row), "meets": holds} for row, holds in zip(rows, verdicts, strict=True)]
+        path.write_text(json.dumps(listed, indent=1) + "\n")
+    return all(holds is not False for holds in verdicts)
