@@ -14,7 +14,7 @@ BENCH_JSON ?= bench.json
 PEERS_JSON ?= bench-peers.json
 LAST_RELEASE = $(shell git describe --tags --abbrev=0 --match "v*" 2>/dev/null)
 
-.PHONY: help demo up down test test-long docker-test check lint type proto bench peers format
+.PHONY: help demo up down test test-long aot docker-test check lint type proto bench peers format
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
@@ -33,6 +33,9 @@ test: $(STUBS) ## every suite but the slow tests, with the time that each took
 
 test-long: $(STUBS) ## every suite with the slow tests
 	@$(BIN)/python tests/run.py --long
+
+aot: $(INSTALLED) ## compile the GPU kernels without a GPU: registers, spills, matrix instructions, wide loads
+	@$(BIN)/python -m kernels.aot
 
 docker-test: $(STUBS) ## build the images, start compose.yaml, try it from outside, take it down
 	@$(BIN)/python -m pytest -m docker tests/docker -s -q

@@ -64,14 +64,11 @@ def build_rank_rows(row_slot: npt.ArrayLike, slot_rank: Mapping[int, int] | Int3
         largest rank is 0 takes no entry.
     """
     rows = np.asarray(row_slot, dtype=np.int32)
-    slots = [int(slot) for slot in np.unique(rows[rows >= 0])]
-    ranks = [int(slot_rank[slot]) for slot in slots]
-    sizes = [aligned_rank(rank, align) for rank in ranks]
-    list_slot = np.full(sum(sizes), HOLE, dtype=np.int32)
-    list_rank = np.zeros(sum(sizes), dtype=np.int32)
-    start = 0
-    for slot, rank, size in zip(slots, ranks, sizes, strict=True):
-        list_slot[start : start + rank] = slot
-        list_rank[start : start + rank] = np.arange(rank, dtype=np.int32)
-        start += size
+    slots = np.unique(rows[rows >= 0])
+    ranks = np.array([slot_rank[slot] for slot in slots.tolist()], dtype=np.int32)
+    sizes = -(-ranks // align) * align
+    list_rank = np.arange(sizes.sum(), dtype=np.int32) - np.repeat(np.cumsum(sizes) - sizes, sizes).astype(np.int32)
+    hole = list_rank >= np.repeat(ranks, sizes)
+    list_slot = np.where(hole, np.int32(HOLE), np.repeat(slots, sizes))
+    list_rank[hole] = 0
     return RankRows(row_slot=rows, list_slot=list_slot, list_rank=list_rank)

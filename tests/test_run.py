@@ -41,9 +41,9 @@ def test_every_test_belongs_to_one_suite(runner: ModuleType, marker: str, folder
 @pytest.mark.parametrize(
     ("statuses", "expected", "told"),
     [
-        ([0, 0, 0, 0], 0, "ok"),
-        ([0, 1, 0, 0], 1, "failed (1)"),
-        ([0, 0, 5, 0], 1, "ran no test"),
+        ([0, 0, 0, 0, 0], 0, "ok"),
+        ([0, 1, 0, 0, 0], 1, "failed (1)"),
+        ([0, 0, 5, 0, 0], 1, "ran no test"),
     ],
 )
 def test_one_bad_suite_fails_the_run_and_the_others_still_run(

@@ -24,7 +24,7 @@ NUM_SLICES = 7
 POPULARITIES = ("none", "one", "distinct", "uniform", "zipf", "skewed")
 
 # Unit roundoff of each dtype.
-ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # Roundings that H·B passes: the shrink's output, the scaled H, a block's product, the sum over an adapter's blocks (two).
 ROUNDINGS_OF_DELTA = 5
 
@@ -38,26 +38,27 @@ class Adapters:
     spare: int
 
 
-def widths() -> dict[int, tuple[int, int]]:
-    return {
-        index: (site.in_features, last - first)
-        for site in SITES
-        for index, (first, last) in zip(site.slices, site.columns, strict=True)
-    }
-
-
 class World:
-    """Builds adapters and batches, and judges a result against a bound derived from the roundings that it passed."""
+    """Builds adapters and batches, and judges a result against a bound derived from the roundings that it passed.
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+    Blocks start on multiples of `align` elements, at least seven elements apart; between them lies `filler`.
+    """
+
+    def __init__(self, seed: int, dtype: torch.dtype, *, sites=SITES, align: int = 1, filler: float = 3e38) -> None:
         self.rng = np.random.default_rng(seed)
         self.torch_rng = torch.Generator().manual_seed(seed)
-        self.dtype = dtype
+        self.dtype, self.align, self.filler = dtype, align, filler
+        self.widths = {
+            index: (site.in_features, last - first)
+            for site in sites
+            for index, (first, last) in zip(site.slices, site.columns, strict=True)
+        }
 
     def adapters(self, ranks: list[int], *, whole: bool = False) -> Adapters:
         """Slot i has an adapter of largest rank ranks[i]; unless whole, it lacks modules and has smaller ranks in others."""
-        size = sum(ranks) * NUM_LAYERS * sum(k + n + 14 for k, n in widths().values()) * 2 + 1024
-        arena = torch.full((size,), 3e38, dtype=self.dtype)
+        gap = 2 * (7 + self.align)
+        size = sum(rank + 1 for rank in ranks) * NUM_LAYERS * sum(k + n + gap for k, n in self.widths.values()) * 2 + 1024
+        arena = torch.full((size,), self.filler, dtype=self.dtype)
         adapters = Adapters(arena, Descriptors(len(ranks), NUM_LAYERS, NUM_SLICES), size // 2)
         used = 3
         for slot, rank in enumerate(ranks):
@@ -73,11 +74,12 @@ class World:
         )
         full = (int(self.rng.integers(NUM_LAYERS)), int(self.rng.integers(NUM_SLICES)))
         for layer in range(NUM_LAYERS):
-            for index, (k, n) in widths().items():
+            for index, (k, n) in self.widths.items():
                 here = rank if whole or (layer, index) == full else int(self.rng.choice([0, rank, -(-rank // 2)]))
                 blocks.rank[layer, index] = here
                 blocks.scale[layer, index] = self.rng.uniform(0.3, 3.0) * self.rng.choice([-1, 1])
                 for offsets, width in ((blocks.a_offset, k), (blocks.b_offset, n)):
+                    at = -(-at // self.align) * self.align
                     offsets[layer, index] = at
                     rows = torch.randn(here * width, generator=self.torch_rng)
                     adapters.arena[at : at + here * width] = rows if value is None else value

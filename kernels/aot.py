@@ -1,0 +1,202 @@
+"""Compiles every kernel for every configuration without a GPU and reads what came of it: `python -m kernels.aot`.
+
+A table of registers, spills, shared memory, matrix instructions and the share of 16-byte loads, one line a kernel, target and
+configuration. The exit status is 1 if one spills, has no matrix instruction, or reads its main loop in narrow loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.gpu.expand import expand
+from kernels.gpu.shrink import shrink
+from kernels.gpu.tiles import TILES, Launch, Tiles
+from kernels.rows import ALIGN
+
+CAPABILITIES = (80, 90)
+_DEPENDENT_LAUNCH = 90
+_INT64 = ("a_offset_ptr", "b_offset_ptr", "entry_ptr")
+_FLOAT32 = ("plane_ptr", "scale_ptr")
+_MODEL_DTYPE = ("x_ptr", "y_ptr", "arena_ptr", "h_ptr")
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One kernel with one configuration.
+
+    Attributes:
+        name: For the table.
+        kernel: The kernel, as `triton.jit` made it.
+        constants: Values of its constexpr arguments, but those that follow from the target.
+        launch: Warps and stages.
+        index_loads: Loads of 8 bytes that the pipeline makes of addresses: one a stage where the main loop looks rows up.
+    """
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    launch: Launch
+    index_loads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was read of a compiled kernel.
+
+    Attributes:
+        name: Of the build.
+        target: Architecture, e.g. `sm_90a`.
+        registers: Registers of a thread.
+        spills: Accesses to local memory in the code.
+        shared: Bytes of shared memory of a program.
+        products: Matrix instructions.
+        wide: Loads of 16 bytes.
+        loads: Loads of x, A, H, B and y in all: asynchronous copies to shared memory, loads of 16 bytes, and loads of 2 bytes, to
+            which wide loads degenerate. Loads of addresses are not among them.
+    """
+
+    name: str
+    target: str
+    registers: int
+    spills: int
+    shared: int
+    products: int
+    wide: int
+    loads: int
+
+    @property
+    def faults(self) -> list[str]:
+        """What must not be."""
+        return [
+            fault
+            for fault, found in (
+                ("spills", self.spills > 0),
+                ("no matrix instruction", self.products == 0),
+                ("narrow loads", self.wide < self.loads or self.wide == 0),
+            )
+            if found
+        ]
+
+
+def builds(table: tuple[Tiles, ...] = TILES) -> Iterator[Build]:
+    """Yields every kernel with every configuration that the table makes; equal ones once."""
+    seen = set()
+    for tiles in table:
+        for split_k in (1 << power for power in range(tiles.max_split.bit_length())):
+            constants = {"BLOCK_M": tiles.block_m, "BLOCK_J": ALIGN, "BLOCK_K": tiles.block_k, "SPLIT_K": split_k}
+            name = f"shrink {tiles.block_m}×{ALIGN}×{tiles.block_k} split {split_k}"
+            if name not in seen:
+                seen.add(name)
+                yield Build(name, shrink, constants, tiles.shrink, 0)
+        for in_place in (True, False):
+            constants = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_J": tiles.block_j}
+            name = f"expand {tiles.block_m}×{tiles.block_n}×{tiles.block_j} {'in place' if in_place else 'first'}"
+            if name not in seen:
+                seen.add(name)
+                constants |= {"ITEM": ALIGN, "IN_PLACE": in_place}
+                yield Build(name, expand, constants, tiles.expand, tiles.expand.num_stages)
+
+
+def compile_for(build: Build, capability: int, *, dtype: str = "bf16") -> Found:
+    """Compiles one kernel for one target as a launch would specialise it, and reads the machine code.
+
+    Pointers, strides and widths are multiples of 16, as they are in service; what a launch does not specialise is left open.
+    """
+    dependent = capability >= _DEPENDENT_LAUNCH
+    constants = {**build.constants, "DEPENDENT": dependent, "UPCAST": False}
+    open_arguments = set(build.kernel.do_not_specialize)
+    signature, attributes = {}, {}
+    for i, name in enumerate(build.kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = _type_of(name, dtype)
+        if name not in open_arguments:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=build.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {**build.launch.options(), "launch_pdl": dependent}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return _read(build, compiled)
+
+
+def _type_of(name: str, dtype: str) -> str:
+    if not name.endswith("_ptr"):
+        return "i32"
+    if name in _MODEL_DTYPE:
+        return f"*{dtype}"
+    return "*i64" if name in _INT64 else "*fp32" if name in _FLOAT32 else "*i32"
+
+
+def _read(build: Build, compiled: Any) -> Found:
+    target = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])
+    assert target is not None, "PTX names its target"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        code = _dump("-sass", path)
+        usage = _dump("-res-usage", path)
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None, "the resource usage names the registers"
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, code))
+
+    wide = count(r"\bLDGSTS\S*\.128\b|\bLDG\.E\S*\.128\b")
+    addresses = min(count(r"\bLDGSTS\S*\.64\b"), build.index_loads)
+    narrow = count(r"\bLDGSTS(?!\S*\.128\b)|\bLDG\.E\S*\.U16\b") - addresses
+    return Found(
+        name=build.name,
+        target=target[1],
+        registers=int(registers[1]),
+        spills=count(r"\b(?:LDL|STL)\b"),
+        shared=compiled.metadata.shared,
+        products=count(r"\b(?:HMMA|HGMMA)\b"),
+        wide=wide,
+        loads=wide + narrow,
+    )
+
+
+def _dump(option: str, path: Path) -> str:
+    tools = Path(knobs.nvidia.nvdisasm.path).parent
+    environment = {"PATH": f"{tools}:/usr/bin:/bin"}
+    command = [knobs.nvidia.cuobjdump.path, option, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
+def table(found: list[Found]) -> str:
+    """Returns the table in Markdown."""
+    columns = ("kernel", "target", "registers", "spills", "shared KiB", "matrix instructions", "16-byte loads", "")
+    head = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
+    lines = [
+        f"| {one.name} | {one.target} | {one.registers} | {one.spills} | {one.shared / 1024:.0f} | {one.products} "
+        f"| {one.wide} of {one.loads} | {', '.join(one.faults) or 'ok'} |"
+        for one in found
+    ]
+    return "\n".join([head, *lines])
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="Compiles the Triton kernels without a GPU and checks their machine code.")
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="of the model; bf16 unless told")
+    dtype = parser.parse_args().dtype
+    found = [compile_for(build, capability, dtype=dtype) for capability in CAPABILITIES for build in builds()]
+    print(f"triton {triton.__version__}, {dtype}\n\n{table(found)}")
+    return int(any(one.faults for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

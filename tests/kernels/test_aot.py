@@ -1,0 +1,75 @@
+"""Ahead-of-time compilation, in processes of its own: the tests beside this one may have put Triton into its interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import ROOT
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+ONE_OF_EACH = """
+from kernels.aot import builds, compile_for
+for build in {build.kernel: build for build in builds()}.values():
+    print(compile_for(build, 90).faults)
+"""
+
+
+def test_one_configuration_of_each_kernel_compiles_for_a_gpu_without_one():
+    result = run("-c", ONE_OF_EACH)
+    assert result.stdout.split() == ["[]", "[]"], result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_configuration_compiles_without_spills_and_with_wide_loads(dtype):
+    result = run("-m", "kernels.aot", "--dtype", dtype)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("| ok |") == 2 * result.stdout.count("sm_80")
+
+
+SPOILT = """
+import triton.language as tl
+import kernels.gpu.expand as module
+from kernels.aot import builds, compile_for
+from kernels.gpu.tiles import Launch
+from dataclasses import replace
+
+wide = next(build for build in builds() if build.kernel is module.expand)
+print(compile_for(replace(wide, constants={**wide.constants, "BLOCK_N": 256, "BLOCK_M": 64}, launch=Launch(1, 1)), 80).faults)
+"""
+
+
+@pytest.mark.slow
+def test_a_configuration_that_spills_is_reported():
+    assert "spills" in run("-c", SPOILT).stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "faults"),
+    [
+        ({}, []),
+        ({"spills": 2}, ["spills"]),
+        ({"products": 0}, ["no matrix instruction"]),
+        ({"loads": 9}, ["narrow loads"]),
+        ({"wide": 0, "loads": 0}, ["narrow loads"]),
+    ],
+)
+def test_what_must_not_be_is_named(changes, faults):
+    from kernels.aot import Found, table
+
+    good = Found(name="shrink", target="sm_90a", registers=64, spills=0, shared=1024, products=8, wide=8, loads=8)
+    found = replace(good, **changes)
+    assert found.faults == faults
+    assert table([found]).endswith(f"| {', '.join(faults) or 'ok'} |")
