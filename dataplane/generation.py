@@ -19,20 +19,19 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from dataplane.arms import draw_arm
+from dataplane.binding import Binding, Served, activate, bind
 from dataplane.choices import Choice, ChoiceStreams, sampling_of
 from dataplane.engine.messages import Delta, Logprobs, Submit
-from dataplane.fallback import FallbackMode, FallbackReason, on_not_ready, on_refusal
+from dataplane.fallback import FallbackMode, on_not_ready
 from dataplane.frontend.detokenizer import StopStrings
 from dataplane.frontend.prompts import Budget, Prompt, Prompts
-from dataplane.invocation import find_start
 from dataplane.metrics import Metrics
 from dataplane.prefetcher import Claim
-from dataplane.resolution import Answer, Caller, Refusal, Resolution, Target
+from dataplane.resolution import Caller, Target
 from dataplane.resolve_cache import Key, ResolveCache
 from dataplane.token_stream import Piece, TokenStream
 from veneer.access import Identity, set_identity
-from veneer.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError, VeneerError
+from veneer.errors import ResourceExhaustedError, UnavailableError, VeneerError
 
 
 class Engine(Protocol):
@@ -75,24 +74,6 @@ class GenerationRequest:
     split_unit: str = ""
     sub_salt: bytes = b""
     deadline_s: float | None = None
-    priority: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What answers a request; see `veneer.dataplane.v1.Served`. `version` is None when the base answers."""
-
-    request_id: str
-    base_digest: str
-    version: str | None = None
-    owner: str = ""
-    adapter: str = ""
-    version_number: int = 0
-    alias: str = ""
-    generation: int = 0
-    arm: int = 0
-    sticky: bool = False
-    fallback: FallbackReason | None = None
     priority: int = 0
 
 
@@ -201,21 +182,25 @@ class Generator:
         answer = await self._resolver.resolve(Key(request.key_digest, request.target))
         caller = answer.caller
         set_identity(Identity(kind="tenant", key_digest=request.key_digest, key_id=caller.key_id, tenant=caller.tenant))
-        request = replace(request, priority=min(request.priority, caller.max_priority))
-        served = self._bind(request, answer)
-        with self._place(answer.caller, request.choice.n):
+        served = bind(
+            answer,
+            request_id=request.request_id or uuid.uuid4().hex,
+            base_digest=self._base_digest,
+            split_unit=request.split_unit,
+            mode=request.fallback,
+            priority=min(request.priority, caller.max_priority),
+        )
+        with self._place(caller, request.choice.n):
             budget = await self._prompts.prepare(request.prompt, max_tokens=request.choice.max_tokens)
             constraint = request.choice.constraint
             grammar = "" if constraint is None else await self._prompts.grammars.check(constraint)
             if request.deadline_s is not None:
                 request = replace(request, deadline_s=max(request.deadline_s - (time.monotonic() - started_s), 0.0))
-            active_from = _start(answer, served, budget.ids)
-            if active_from is None:
-                served = Served(served.request_id, self._base_digest, fallback=FallbackReason.NOT_INVOKED)
-            submits = self._submits(request, answer.caller, budget, served, active_from=active_from or 0, grammar=grammar)
+            bound = activate(served, answer, budget.ids)
+            submits = self._submits(request, caller, budget, bound, grammar=grammar)
             counts = (len(budget.ids), *[0] * (len(submits) - 1))  # the choices of a request have one prompt
             timers = [self._metrics.timer(caller.tenant, started_s, prompt_tokens=count) for count in counts]
-            async with aclosing(self._answer(request, answer.caller, served, submits)) as parts:
+            async with aclosing(self._answer(request, caller, bound.served, submits)) as parts:
                 async for part in parts:
                     self._metrics.saw(timers[part.choice], part.piece)
                     yield part
@@ -237,7 +222,7 @@ class Generator:
                     if reason is None:
                         raise not_ready.cause from not_ready.cause.__cause__
                     await streams.close()
-                    served = Served(served.request_id, self._base_digest, fallback=reason)
+                    served = served.by_base(reason)
                     streams = self._open(
                         request,
                         [replace(submit, request_id=uuid.uuid4().hex, version=None, active_from=0) for submit in submits],
@@ -246,7 +231,6 @@ class Generator:
                 claim.release()  # with a first token the engine holds a copy and a lease of its own
             if served.fallback is not None:
                 self._metrics.fell_back(served.fallback.value)
-            served = replace(served, priority=request.priority)
             yield Part(served, piece, choice, self._echo(request.choice, submits[0].prompt, choice, piece))
             while streams.is_open:
                 choice, piece = await streams.next()
@@ -303,40 +287,8 @@ class Generator:
             prompt if asked.echo else (), self._prompts.tokenizer.decode(prompt) if asked.echo else "", piece.prompt_logprobs
         )
 
-    def _bind(self, request: GenerationRequest, answer: Answer) -> Served:
-        """Says what answers, once for the request's whole life.
-
-        Raises:
-            VeneerError: The reference is refused and the base must not answer.
-        """
-        request_id = request.request_id or uuid.uuid4().hex
-        outcome = answer.outcome
-        if isinstance(outcome, Refusal):
-            reason = on_refusal(outcome, request.fallback, answer.caller)
-            return Served(request_id, self._base_digest, fallback=reason)
-        if not outcome.arms:
-            return Served(request_id, self._base_digest)
-        sticky = bool(request.split_unit)
-        weights = [arm.weight for arm in outcome.arms]
-        index = draw_arm(weights, salt=outcome.split_salt, unit=request.split_unit or request_id, sticky=sticky)
-        arm = outcome.arms[index]
-        if arm.state != "READY":
-            raise FailedPreconditionError("the version that the alias names for this request cannot be served now")
-        return Served(
-            request_id,
-            self._base_digest,
-            version=arm.version,
-            owner=outcome.owner,
-            adapter=outcome.adapter,
-            version_number=arm.number,
-            alias=outcome.alias,
-            generation=outcome.generation,
-            arm=index,
-            sticky=sticky,
-        )
-
     def _submits(
-        self, request: GenerationRequest, caller: Caller, budget: Budget, served: Served, *, active_from: int, grammar: str
+        self, request: GenerationRequest, caller: Caller, budget: Budget, bound: Binding, *, grammar: str
     ) -> list[Submit]:
         choice = request.choice
         seed = secrets.randbits(63) if choice.seed is None else choice.seed
@@ -347,11 +299,11 @@ class Generator:
                 tenant=caller.tenant,
                 prompt=budget.ids,
                 sampling=sampling_of(choice, budget, self._prompts, seed=seed, index=index, grammar=grammar),
-                version=served.version,
-                active_from=active_from,
+                version=bound.served.version,
+                active_from=bound.active_from,
                 deadline_s=request.deadline_s,
                 weight=caller.weight,
-                priority=request.priority,
+                priority=bound.served.priority,
                 cache_salt=salt,
             )
             for index in range(choice.n)
@@ -379,13 +331,6 @@ class Generator:
                 del self._streams[caller.tenant]
             if not self._streams:
                 self._idle.set()
-
-
-def _start(answer: Answer, served: Served, prompt: Sequence[int]) -> int | None:
-    """Returns where in the prompt the version that was bound starts; None when the prompt does not invoke it."""
-    if served.version is None or not isinstance(answer.outcome, Resolution):
-        return 0
-    return find_start(prompt, answer.outcome.arms[served.arm].invocation_tokens)
 
 
 class _NotReadyError(Exception):

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from dataplane.binding import Served
 from dataplane.choices import Choice, seed_of
 from dataplane.engine.messages import Logprobs
 from dataplane.fallback import FallbackMode, FallbackReason
 from dataplane.frontend.grammars import Constraint
 from dataplane.frontend.prompts import Prompts, TextPrompt, TokenPrompt
-from dataplane.generation import GenerationRequest, Generator, Part, Served, StreamLimits
+from dataplane.generation import GenerationRequest, Generator, Part, StreamLimits
 from dataplane.metrics import Metrics
 from dataplane.prefetcher import Claim
 from dataplane.resolution import Answer, Refusal, Target
@@ -451,7 +452,7 @@ async def test_all_choices_fall_back_together(roomy: Stage) -> None:
 
 async def test_the_prompt_is_sent_back_once_with_its_logprobs(roomy: Stage) -> None:
     scores = (Logprobs(-0.5, ((5, -0.5),)),)
-    roomy.engine.script = (replace(delta(70), prompt_logprobs=scores), delta(71, index=1, finish="length"))
+    roomy.engine.script = (delta(70)._replace(prompt_logprobs=scores), delta(71, index=1, finish="length"))
     parts = await roomy.run(with_choice(n=2, echo=True, prompt_logprobs=1))
     assert [submit.sampling.prompt_logprobs for submit in roomy.engine.submits] == [1, None]
     echoes = [(part.choice, part.piece.index, part.echo) for part in parts if part.echo is not None]

@@ -11,12 +11,13 @@ from typing import Any
 import grpc
 import pytest
 
+from dataplane.binding import Served
 from dataplane.choices import Choice
 from dataplane.engine.messages import Logprobs
 from dataplane.fallback import FallbackMode, FallbackReason
 from dataplane.frontend.grammars import Constraint
 from dataplane.frontend.prompts import ChatPrompt, TextPrompt, TokenPrompt
-from dataplane.generation import Echo, GenerationRequest, Part, Served
+from dataplane.generation import Echo, GenerationRequest, Part
 from dataplane.node import RULES
 from dataplane.resolution import Target
 from dataplane.servicer import GenerationServicer
