@@ -96,9 +96,9 @@ class Settings(BaseSettings):
     max_waiting_per_tenant: Annotated[int, Field(ge=0, le=1_000_000)] = 2_500
     max_step_ms: Annotated[int, Field(ge=0, le=60_000)] = 0
     quantum_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 256
-    decode_price: Annotated[float, Field(ge=0, le=1000)] = 2.0
-    rank_row_price: Annotated[float, Field(ge=0, le=1000)] = 0.25
-    load_mib_price: Annotated[float, Field(ge=0, le=1000)] = 2.0
+    decode_price: Annotated[float, Field(ge=0, le=1000)] = 1.4
+    rank_row_price: Annotated[float, Field(ge=0, le=1000)] = 0.07
+    load_mib_price: Annotated[float, Field(ge=0, le=1000)] = 1.9
     control_plane: str = "127.0.0.1:7600"
     control_plane_ca: Path | None = None
     node_key_file: Path = Path("/var/lib/veneer/node.key")

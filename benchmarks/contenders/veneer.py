@@ -15,7 +15,7 @@ from benchmarks.contenders.process import Setup
 from benchmarks.workload import AdapterKey, Run, Workload
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
-from dataplane.engine.messages import Sampling, Submit
+from dataplane.engine.messages import Moved, Sampling, Submit
 from dataplane.lora.image import Image, ImagePair, build_image, write_image
 from veneer.artifact import check, describe_base
 
@@ -60,7 +60,11 @@ class Images:
 
 
 class Veneer:
-    """The engine's client and its streams. Its runs say in `extra` where the step loop's time went, in seconds by part."""
+    """The engine's client and its streams. Its runs say in `extra` where the step loop's time went, in seconds by part.
+
+    Attributes:
+        loads_s: Seconds that each load of an adapter took, for a MiB.
+    """
 
     _in_process = False
 
@@ -71,7 +75,10 @@ class Veneer:
         self._images = Images(setup, dtype=config.dtype)
         self._folder = tempfile.TemporaryDirectory(prefix="veneer-bench-")
         self._versions: dict[AdapterKey | None, str | None] = {None: None}
+        self._mib: dict[str, float] = {}
         self._runs = 0
+        self.loads_s: list[float] = []
+        self._client.on_moved = self._moved
         self.settings = {**dataclasses.asdict(config), "plan": list(self._client.ready.plan)}
 
     def __enter__(self) -> Self:
@@ -114,9 +121,14 @@ class Veneer:
             image = self._images.image(key)
             path = Path(self._folder.name) / f"{image.version}.image"
             write_image(path, image)
+            self._mib[image.version] = path.stat().st_size / (1 << 20)
             self._client.stage(image.version, path)
             self._versions[key] = image.version
         return self._versions[key]
+
+    def _moved(self, moved: Moved) -> None:
+        if moved.place == "device":
+            self.loads_s.append(moved.seconds / self._mib[moved.version])
 
     async def _parts(self) -> dict[str, float]:
         return dict((await self._client.state()).seconds)

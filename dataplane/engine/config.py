@@ -84,9 +84,9 @@ class EngineConfig:
     max_waiting_per_tenant: int = 2_500
     max_step_ms: int = 0
     quantum_tokens: int = 256
-    decode_price: float = 2.0
-    rank_row_price: float = 0.25
-    load_mib_price: float = 2.0
+    decode_price: float = 1.4
+    rank_row_price: float = 0.07
+    load_mib_price: float = 1.9
     base_digest: str = ""
 
     def __post_init__(self) -> None:

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 class Prices:
     """What work costs, in units of one prefilled token. Cached and recomputed tokens are free.
 
+    The defaults are those of SmolLM2-135M in bfloat16 at 64 rows on 2 cores with AVX-512 (`python -m benchmarks.prices`).
+
     Attributes:
         prefill_token: A prompt token that is computed.
-        decode_token: A generated token that is fed back: on the CPU its row reads all weights for itself alone, or with few.
-        rank_row: A rank row of an adapter in one step, split among the requests that use it; 352 of them cost as much as 43
-            decoded tokens (SmolLM2-135M, 64 rows, 2 cores).
+        decode_token: A generated token that is fed back; its row shares the reading of the weights with fewer others.
+        rank_row: A rank row of an adapter in one step, split among the requests that use it.
         load_mib: A MiB of an adapter that was copied to the device.
     """
 
     prefill_token: float = 1.0
-    decode_token: float = 2.0
-    rank_row: float = 0.25
-    load_mib: float = 2.0
+    decode_token: float = 1.4
+    rank_row: float = 0.07
+    load_mib: float = 1.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
