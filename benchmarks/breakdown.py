@@ -14,10 +14,12 @@ from benchmarks.report import Row
 from benchmarks.rounds import Runs
 from benchmarks.speed import ADAPTERS, write_adapters
 from benchmarks.workload import Workload
-from veneer.artifact import describe_base
+from veneer.artifact import BaseDescription, describe_base
 
 FORWARD = ("products", "head", "attention", "adapters", "norms, rotation, activation")
 LOOP = ("fill", "sample", "schedule", "commit", "receive", "emit")
+SPEEDS = {"products compute": "GFLOP/s", "products read": "GB/s"}
+CASES = (("64 rows", 64, 0), ("64 rows, 22 adapters", 64, ADAPTERS), ("8 rows", 8, 0), ("1 row", 1, 0))
 _FEW, _MANY = 4, 28
 
 
@@ -27,21 +29,17 @@ def measure_breakdown(model: Path, folder: Path) -> list[Row]:
     write_adapters(folder, base, count=ADAPTERS)
     columns: dict[str, Mapping[str, float]] = {}
     with Process("profile", Setup(str(model), str(folder), streams=64, context=96, max_adapters=ADAPTERS)) as engine:
-        for name, streams, adapters in (
-            ("64 rows", 64, 0),
-            ("64 rows, 22 adapters", 64, ADAPTERS),
-            ("8 rows", 8, 0),
-            ("1 row", 1, 0),
-        ):
+        for name, streams, adapters in CASES:
             workload = Workload(streams, 32, _MANY, base.vocab_size, adapters=adapters)
-            columns[name] = decode_parts(engine, workload)
+            columns[name] = with_speeds(decode_parts(engine, workload), base, rows=streams)
             if streams == 64:
-                columns[f"prefill of 2,048{name[7:]}"] = prefill_parts(engine, workload)
+                parts = prefill_parts(engine, workload)
+                columns[f"prefill of 2,048{name[7:]}"] = with_speeds(parts, base, rows=streams * workload.prompt_tokens)
     _show(columns)
     return [
-        Row(f"breakdown/{name}/{part}", milliseconds, unit="ms")
+        Row(f"breakdown/{name}/{part}", value, unit=SPEEDS.get(part, "ms"))
         for name, parts in columns.items()
-        for part, milliseconds in parts.items()
+        for part, value in parts.items()
     ]
 
 
@@ -54,6 +52,13 @@ def decode_parts(engine: Runs, workload: Workload) -> dict[str, float]:
 def prefill_parts(engine: Runs, workload: Workload) -> dict[str, float]:
     """Returns milliseconds of the prefill by part."""
     return _parts(_seconds(engine, workload, 1))
+
+
+def with_speeds(parts: Mapping[str, float], base: BaseDescription, *, rows: int) -> dict[str, float]:
+    """Adds how fast the products of the layers compute, and read their weights of two bytes: what a missed figure is bound by."""
+    elements = base.num_layers * sum(module.in_features * module.out_features for module in base.modules)
+    speeds = (2 * elements * rows / 1e6, 2 * elements / 1e6)
+    return {**parts, **{name: speed / parts["products"] for name, speed in zip(SPEEDS, speeds, strict=True)}}
 
 
 def _seconds(engine: Runs, workload: Workload, tokens: int) -> Mapping[str, float]:
@@ -75,5 +80,7 @@ def _show(columns: Mapping[str, Mapping[str, float]]) -> None:
     for name in columns:
         table.add_column(name, justify="right")
     for part in next(iter(columns.values())):
-        table.add_row(part, *(f"{parts[part]:.2f}" for parts in columns.values()))
+        table.add_row(
+            f"{part}, {SPEEDS[part]}" if part in SPEEDS else part, *(f"{parts[part]:.2f}" for parts in columns.values())
+        )
     Console(width=130).print(table)

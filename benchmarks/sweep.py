@@ -21,7 +21,7 @@ Axes = Mapping[str, Sequence[Any]]
 """Values of each field of `Workload`, the others at their middle."""
 
 MIDDLE = Workload(64, 32, 32, 0, adapters=22)
-SHORT: Axes = {"streams": (1, 8, 64), "adapters": (0, 64)}
+SHORT: Axes = {"streams": (8, 64), "adapters": (0, 64)}
 LONG: Axes = {
     "streams": (1, 8, 32, 64),
     "adapters": (0, 1, 8, 64),

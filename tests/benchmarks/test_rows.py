@@ -6,12 +6,14 @@ import math
 
 import pytest
 
+from benchmarks.breakdown import with_speeds
 from benchmarks.peers import Match, compare, matches
 from benchmarks.report import Row, judge
 from benchmarks.rounds import prefill_s
 from benchmarks.speed import large_rows, small_rows
 from benchmarks.streaming import streaming_rows
 from benchmarks.workload import Run, Workload
+from tests.fixtures.adapters import describe_llama
 
 
 def made(seconds: float = 1.0, *, step_s: float = 0.1, first_s: float = 0.5, token: int = 7, **extra: float) -> list[Run]:
@@ -70,6 +72,14 @@ def test_streams_are_divided_by_the_engines_own_client() -> None:
     assert found["grpc_itl_p99"] == pytest.approx(1.2)
     assert found["tokens_per_message"] == 1.25
     assert found["grpc_cpu_ms_per_token"] == 0.2
+
+
+def test_a_breakdown_says_how_fast_the_products_compute_and_read() -> None:
+    base = describe_llama(num_layers=2, hidden=16, heads=4, kv_heads=2, inner=24)
+    elements = 2 * (16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24)
+    parts = with_speeds({"products": 0.5}, base, rows=3)
+    assert parts["products compute"] == pytest.approx(2 * elements * 3 / 0.5e-3 / 1e9)
+    assert parts["products read"] == pytest.approx(2 * elements / 0.5e-3 / 1e9)
 
 
 PEER = Match("mixed_vs_vllm", "vllm", Workload(64, 32, 8, 100, adapters=22), ">= 7")
