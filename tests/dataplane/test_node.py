@@ -360,6 +360,26 @@ async def test_the_metrics_page_has_the_names_that_routers_read(rig: Rig) -> Non
     assert TENANT not in text
 
 
+async def test_a_full_queue_refuses_with_a_time_to_come_back_and_without_any_header(
+    model_dir: Path, tmp_path: Path, plane: tuple[ControlPlane, str]
+) -> None:
+    settings = settings_for(model_dir, tmp_path, plane[1], max_waiting_per_tenant=1, load_timeout_s=60)
+    async with run_node(Node(settings, in_process=True), plane[0]) as rig:
+        rig.plane.store_is_away = True
+        waits = rig.call(**BOT)
+        async with asyncio.timeout(60):
+            while (await rig.residency()).engine.waiting != 1:  # noqa: ASYNC110  a caller can only ask
+                await asyncio.sleep(0.01)
+        call = rig.call()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "wait already" in str(caught.value.details())
+        assert list(await call.initial_metadata()) == []
+        assert int(dict(await call.trailing_metadata())["grpc-retry-pushback-ms"]) > 0
+        waits.cancel()
+
+
 async def test_a_restarted_node_uses_its_kept_key_and_its_host_images(
     model_dir: Path, tmp_path: Path, plane: tuple[ControlPlane, str]
 ) -> None:

@@ -38,6 +38,7 @@ class Model:
         self.tenants = Tenants()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.since: dict[str, float] = {}
         self.count = 0
 
     def active(self) -> set[str]:
@@ -55,6 +56,9 @@ class Model:
             item = self.waiting[number % len(self.waiting)]
             if verb == "park":
                 if not item.is_parked and not item.paused:
+                    version = str(item.submit.version)
+                    if not any(other.is_parked and other.submit.version == version for other in self.waiting):
+                        self.since[version] = tenants.least()
                     tenants.park(item)
                 return
             if verb == "start" and (item.is_parked or item.paused):
@@ -81,7 +85,16 @@ class Model:
                 item.paused = verb == "pause"
                 tenants.pause(item) if item.paused else tenants.resume(item)
         elif verb == "unpark":
-            tenants.unpark(f"v{number % 3}")
+            version = f"v{number % 3}"
+            woken = {
+                item.account: (item.account.service, item.account.is_active)
+                for item in self.waiting
+                if item.is_parked and not item.paused and item.submit.version == version
+            }
+            tenants.unpark(version)
+            for account, (before, was_active) in woken.items():
+                credit_from = before if was_active else max(before, self.since[version])
+                assert account.service == credit_from, "one load's time is its credit, and none where it was served meanwhile"
         elif verb == "charge" and self.running:
             account = self.running[number % len(self.running)].account
             account.service += number / account.weight

@@ -15,3 +15,15 @@ def test_rank_rows_of_running_adapters_stay_within_the_limit() -> None:
     assert sorted(adapters.leases.values()) == ["v1r40", "v1r40", "v2r16"]
     loop.run()
     assert len(loop.finished) == 4
+
+
+def test_an_adapter_of_the_largest_rank_runs_alone_however_small_the_limit() -> None:
+    adapters = FakeAdapters({"v1r64", "v2r16"})
+    scheduler = make(adapters=adapters, max_step_rank_rows=64)
+    loop = Loop(scheduler)
+    for i, version in enumerate(["v2r16", "v1r64", "v2r16"]):
+        scheduler.add(submit(str(i), version=version), 0.0)
+    most = 0
+    while loop.turn():
+        most = max(most, scheduler._leases.num_rank_rows)
+    assert (most, len(loop.finished)) == (64, 3)

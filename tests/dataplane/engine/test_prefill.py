@@ -35,6 +35,7 @@ def test_a_request_that_lacks_a_slot_is_passed_only_so_often() -> None:
         loop.turn()
     assert adapters.leases == {}, "the slots drained, so that a load can have one"
     assert 0 < sum(name.startswith("warm") for name in loop.finished) < 12
+    assert set(adapters.reserved) == {"v9r3"}, "the next room is kept for it"
     assert "base" in loop.finished, "rows without adapter take no slot"
     adapters.starved.clear()
     adapters.resident.add("v9r3")
@@ -64,3 +65,18 @@ def test_a_flooding_tenant_leaves_the_others_their_share() -> None:
     loop.run()
     done = list(loop.finished)
     assert max(done.index(f"small{i}") for i in range(5)) < 14
+
+
+def test_pages_for_a_whole_prompt_are_reserved_before_its_first_chunk() -> None:
+    scheduler = make(num_pages=16, max_step_tokens=8, max_context=64)
+    loop = Loop(scheduler)
+    scheduler.add(submit("long", 40, max_tokens=4), 0.0)
+    loop.turn()
+    assert loop.plans[0].num_tokens == 8
+    assert scheduler.num_pages_used == 10, "of four tokens each"
+    scheduler.add(submit("next", 30, max_tokens=1), 0.0)
+    for _ in range(3):
+        loop.turn()
+    assert scheduler.num_running == 1, "its prompt would not fit beside, so it has not begun"
+    loop.run()
+    assert list(loop.finished) == ["long", "next"]

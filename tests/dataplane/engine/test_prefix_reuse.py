@@ -9,6 +9,7 @@ import pytest
 
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
+from dataplane.engine.intake import Intake
 from dataplane.engine.messages import Sampling, Submit
 from tests.dataplane.engine.driving import FakeAdapters, Loop, add, assert_idle, expected, make, rows_of, submit
 
@@ -52,6 +53,21 @@ def test_without_a_salt_nothing_is_kept_and_nothing_reused() -> None:
     loop = Loop(make())
     assert [hits(loop, cache_salt=""), hits(loop, cache_salt=""), hits(loop)] == [0, 0, 0]
     assert loop.scheduler._pool.num_kept == 3
+
+
+def test_a_prompt_whose_tokens_are_scored_is_computed_whole_and_leaves_nothing() -> None:
+    loop = Loop(make())
+    assert [hits(loop), hits(loop)] == [0, 8]
+    kept, before = loop.scheduler._pool.num_kept, loop.device.num_computed
+    sampling = Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    request = Submit(request_id="scored", tenant="x", prompt=PROMPT, sampling=sampling, cache_salt="sx")
+    arrival = Intake(base_digest="base", page_size=4, vocab_size=1000, max_context=32).prepare(request)
+    loop.scheduler.add(arrival.submit, 0.0, chain=arrival.chain, keys=arrival.keys)
+    plan = loop.scheduler.schedule()
+    assert plan is not None
+    (rows,) = plan.rows
+    assert (rows.start, rows.count, rows.num_shared_pages) == (0, len(PROMPT), 0)
+    assert (loop.scheduler.prefix.hits, loop.scheduler._pool.num_kept, loop.device.num_computed) == (8, kept, before)
 
 
 def test_generated_tokens_serve_the_next_turn_of_a_conversation() -> None:
