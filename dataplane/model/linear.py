@@ -8,24 +8,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.huge_pages import HugePages
 from kernels.native import Native
 
 Linear = Callable[[Tensor], Tensor]
 """Maps x [T, in] to x Wᵀ + b [T, out], in the dtype of x."""
 
-_BLOCK_COLUMNS = 64
+_BLOCK_COLUMNS = 48
 """Columns of a block of weights in the native form; `COLUMNS` of cpu.cpp."""
 
 _PACK_ROWS = 64
 """Row count that oneDNN is asked to choose the packed layout for; other counts use the same layout."""
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None, *, native: Native | None = None, invariant: bool = False) -> Linear:
+def pack_linear(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    native: Native | None = None,
+    pages: HugePages | None = None,
+    invariant: bool = False,
+) -> Linear:
     """Takes a weight [out, in] and perhaps a bias [out], and returns the product with them.
 
     bfloat16 on a CPU that multiplies pairs but has no matrix unit uses the native form, when one is given: in it a row's bits do
     not depend on the number of rows. Milliseconds at 64 / 8 / 1 rows of [3072, 576], two threads of a Zen 4, weights from memory:
-    0.58 / 0.13 / 0.08 against 0.70 / 0.17 / 0.16 of oneDNN; [576, 576]: 0.115 / 0.018 / 0.011 against 0.160 / 0.043 / 0.041.
+    0.51 / 0.077 / 0.057 against 0.70 / 0.17 / 0.16 of oneDNN; 0.48 / 0.060 / 0.055 are what its arithmetic and memory allow.
 
     Otherwise bfloat16 on the CPU uses oneDNN's own blocked layout, made once: PyTorch's public `linear` would rearrange the
     weight at every call. That layout is private to this module; the original tensor need not be kept. Everything else is plain
@@ -34,9 +42,9 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None, *, native: Native | 
     the native form in every dtype and on every machine, where others are faster too.
     """
     if native is not None and invariant:
-        return NativeLinear(weight, native, bias)
+        return NativeLinear(weight, native, bias, pages=pages)
     if native is not None and native.has_best_product and weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0:
-        return NativeLinear(weight, native, bias)
+        return NativeLinear(weight, native, bias, pages=pages)
     if weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and _has_packed_bf16():
         return _Packed(weight, bias)
     return _Plain(weight, bias)
@@ -53,21 +61,23 @@ def _has_packed_bf16() -> bool:
 
 
 class NativeLinear:
-    """The product of `cpu.cpp`: weights in blocks of 64 columns, in words of 4 bytes along the input.
+    """The product of `cpu.cpp`: weights in blocks of 48 columns, in words of 4 bytes along the input.
 
     Args:
         weight: bfloat16 or float32 [out, in] on the CPU; in is even for bfloat16.
         native: The library.
         bias: [out], added to what is already rounded; None without.
+        pages: Memory for the packed weight; None for its own.
     """
 
-    def __init__(self, weight: Tensor, native: Native, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, native: Native, bias: Tensor | None = None, *, pages: HugePages | None = None) -> None:
         self._bias = bias
         self._function = native.function("linear", weight.dtype)
         self._width, self._depth = weight.shape
         blocks, parts = -(-self._width // _BLOCK_COLUMNS), 4 // weight.element_size()
         padded = F.pad(weight, (0, 0, 0, blocks * _BLOCK_COLUMNS - self._width))
-        self._weight = padded.view(blocks, _BLOCK_COLUMNS, self._depth // parts, parts).transpose(1, 2).contiguous()
+        packed = padded.view(blocks, _BLOCK_COLUMNS, self._depth // parts, parts).transpose(1, 2)
+        self._weight = (pages or HugePages()).copy(packed)
         self._address = self._weight.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dataplane.model.layers import gelu_tanh_mul, rms_norm, rotate, silu_mul, softcap
 from dataplane.model.linear import Linear, pack_linear
+from kernels.huge_pages import HugePages
 from kernels.native import Native
 
 
@@ -101,7 +102,7 @@ class NativePieces:
     """
 
     def __init__(self, native: Native, dtype: torch.dtype, *, invariant: bool = False) -> None:
-        self._native, self._invariant = native, invariant
+        self._native, self._invariant, self._pages = native, invariant, HugePages()
         self._add_norm = native.function("add_norm", dtype)
         self._rotate = native.function("rotate", dtype)
         self._silu_mul = native.function("silu_mul", dtype)
@@ -111,7 +112,7 @@ class NativePieces:
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """See `Pieces`."""
-        return pack_linear(weight, bias, native=self._native, invariant=self._invariant)
+        return pack_linear(weight, bias, native=self._native, pages=self._pages, invariant=self._invariant)
 
     def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """See `Pieces`; the weight has the dtype of x, or float32."""
