@@ -122,7 +122,7 @@ def measure_schedule(*, steps: int = 2000, warm_up: int = 300) -> list[Row]:
         for _ in range(sum(delta.finish is not None for delta in outcome.deltas)):
             add()
         if step == warm_up:
-            assert scheduler.num_running == RUNNING, "every seat is taken"
+            assert scheduler.num_running > RUNNING - 10, "every seat is taken but those of requests that just ended"
     gc.unfreeze()
     del taken[:warm_up]
     taken.sort()
