@@ -264,24 +264,29 @@ class Tenants:
             for account in self._accounts.values()
             if account.unfinished or (seats and (account.waiting or account.returning))
         ]
-        num_backlogged = sum(account.is_backlogged for _, _, account, _ in heap)
         heapq.heapify(heap)
+        num_backlogged = 0
         lines: dict[str, Iterator[Sequence]] = {}
         num_new = 0
+        had_seats = bool(seats)
         while heap:
+            if had_seats and not seats:  # nobody starts any more: all tenants but those that go on are done with
+                had_seats = False
+                heap = [entry for entry in heap if entry[2].unfinished]
+                heapq.heapify(heap)
+                continue
             _, serial, account, debt = heap[0]
             line = lines.get(account.name)
             if line is None:
-                ahead: list[Sequence] = [*account.unfinished]
-                if seats:
-                    ahead += [*account.returning, *itertools.islice(account.waiting, max_scan)]
-                line = lines[account.name] = iter(ahead)
+                line = lines[account.name] = _ahead(account)
             sequence = next(line, None)
             if sequence is None:
                 heapq.heappop(heap)
                 continue
             is_new = sequence.phase is Phase.WAITING
             num_new += is_new
+            if is_new and account.unfinished and not num_backlogged:
+                num_backlogged = sum(other.is_backlogged for _, _, other, _ in heap)
             if is_new and (not seats or num_new > max_scan or (account.unfinished and num_backlogged > 1)):
                 heapq.heappop(heap)
                 continue
@@ -352,3 +357,17 @@ class Tenants:
 
 def _order(sequence: Sequence) -> int:
     return sequence.order
+
+
+def _ahead(account: Account) -> Iterator[Sequence]:
+    """Yields the prompts of a tenant in order; those that wait are looked at a few at a time, for they are many and lie cold.
+
+    While it runs, nothing changes but that what it yielded may leave the line.
+    """
+    yield from tuple(account.unfinished)
+    yield from tuple(account.returning)
+    num_passed, size = 0, 1
+    while batch := tuple(itertools.islice(account.waiting, num_passed, num_passed + size)):
+        yield from batch
+        num_passed += sum(sequence.phase is Phase.WAITING and not sequence.is_parked for sequence in batch)
+        size = min(2 * size, 64)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_AT_ONCE = 4
+"""Pages that a tenant loses before the next one does."""
 
 
 @dataclass(slots=True)
@@ -17,8 +22,7 @@ class _Account:
     kept: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Name:
+class _Name(NamedTuple):
     key: bytes
     version: str | None
 
@@ -170,12 +174,17 @@ class PagePool:
                     over.append((-excess / account.weight, name))
         heapq.heapify(over)
         while count > 0 and over:
-            excess, name = heapq.heappop(over)
+            excess, name = over[0]
             account = self._accounts[name]
-            self._free_oldest(account)
-            count -= 1
-            if account.kept and excess + 1 / account.weight < 0:
-                heapq.heappush(over, (excess + 1 / account.weight, name))
+            number = min(count, len(account.kept), _AT_ONCE, math.ceil(-excess * account.weight))
+            for _ in range(number):
+                self._free_oldest(account)
+            count -= number
+            excess += number / account.weight
+            if account.kept and excess < 0:
+                heapq.heapreplace(over, (excess, name))
+            else:
+                heapq.heappop(over)
         ages = [(next(iter(account.kept.values())), name) for name, account in self._accounts.items() if account.kept]
         heapq.heapify(ages)
         for _ in range(count):

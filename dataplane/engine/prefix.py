@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _FORMAT = b"veneer.kv.1"
 
@@ -49,22 +50,18 @@ class PageKeys:
         """
         size = self.page_size
         stop = len(tokens) if end is None else end
+        head, pack = _content(size)
         try:
             for start in range(len(keys) * size, stop - size + 1, size):
-                active_from = self._offset(start)
+                active_from = size if self._version is None else min(max(self._active_from - start, 0), size)
                 if active_from != self._prefix_of:
                     self._prefix, self._prefix_of = self._begin(active_from), active_from
                 digest = self._prefix.copy()
-                content = struct.pack(f"<{size}I", *tokens[start : start + size])
-                digest.update(_field(b"p", keys[-1] if keys else b"") + _field(b"t", content))
+                before = _BEFORE + keys[-1] if keys else _FIRST
+                digest.update(before + head + pack(*tokens[start : start + size]))
                 keys.append(digest.digest())
         except struct.error as error:
             raise ValueError("token ids must be in [0, 2**32)") from error
-
-    def _offset(self, start: int) -> int:
-        if self._version is None:
-            return self.page_size
-        return min(max(self._active_from - start, 0), self.page_size)
 
     def _begin(self, active_from: int) -> hashlib._Hash:
         if self._version is None or active_from == self.page_size:
@@ -75,5 +72,16 @@ class PageKeys:
         return hashlib.sha256(head + _field(b"a", struct.pack("<I", active_from)))
 
 
+@functools.cache
+def _content(page_size: int) -> tuple[bytes, Callable[..., bytes]]:
+    """Returns the tag and length of a page's tokens, and what packs them."""
+    pack = struct.Struct(f"<{page_size}I")
+    return b"t" + struct.pack("<Q", pack.size), pack.pack
+
+
 def _field(tag: bytes, value: bytes) -> bytes:
     return tag + struct.pack("<Q", len(value)) + value
+
+
+_FIRST = _field(b"p", b"")
+_BEFORE = b"p" + struct.pack("<Q", hashlib.sha256().digest_size)

@@ -34,14 +34,17 @@ class Relief:
         self._seats = seats
         self._running = running
         self._leases = leases
+        self._longest = 0
 
     def note_hunger(self) -> None:
         """Counts the steps in which a tenant waits although it holds less than its share of what it lacks."""
         if not self._tenants.num_waiting:
             return
+        self._longest = 0
         for account in self._tenants.active:
-            if (account.waiting or account.returning) and self._is_short(account):
+            if self._is_short(account) and (account.waiting or account.returning):
                 account.num_hungry += 1
+                self._longest = max(self._longest, account.num_hungry)
             else:
                 account.num_hungry = 0
 
@@ -69,7 +72,7 @@ class Relief:
         Returns:
             The requests for which room was made; they are tried first.
         """
-        if not self._tenants.num_waiting:
+        if not self._tenants.num_waiting or self._longest < self._limits.patience:
             return []
         hungry = [account for account in self._tenants.active if account.num_hungry >= self._limits.patience]
         if not hungry or any(sequence.preempting for sequence in self._running):
