@@ -1,12 +1,14 @@
-"""Rows of a benchmark's result: printed as a table, written as JSON."""
+"""Rows of a benchmark's result: a table, JSON, and from JSON Markdown (`python -m benchmarks.report FILE …`)."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -68,6 +70,35 @@ def publish(rows: Sequence[Row], *, path: Path | None, title: str) -> bool:
         table.add_row(row.id, f"{row.value:.4g}", row.unit, row.target, verdict)
     Console(width=100).print(table)
     if path is not None:
-        listed = [{**asdict(row), "meets": holds} for row, holds in zip(rows, verdicts, strict=True)]
+        listed = [
+            {**asdict(row), "value": None if math.isnan(row.value) else row.value, "meets": holds}
+            for row, holds in zip(rows, verdicts, strict=True)
+        ]
         path.write_text(json.dumps(listed, indent=1) + "\n")
     return all(holds is not False for holds in verdicts)
+
+
+def markdown(listed: Sequence[Mapping[str, Any]]) -> str:
+    """Returns rows, as the JSON has them, as tables: bounded figures, then what is only reported; no cells of other tables."""
+    bounded = ["| id | value | must be | holds |", "|---|---|---|---|"]
+    reported = ["| id | value | unit |", "|---|---|---|"]
+    for row in listed:
+        if "/" in row["id"]:
+            continue
+        value = "not compared" if row["value"] is None else f"{row['value']:.3g}"
+        if row["target"]:
+            bounded.append(f"| `{row['id']}` | {value} | {row['target']} | {'yes' if row['meets'] else '**no**'} |")
+        else:
+            reported.append(f"| `{row['id']}` | {value} | {row['unit']} |")
+    return "\n".join([*bounded, "", *reported])
+
+
+def main() -> None:
+    """Prints files that `--json` wrote."""
+    arguments = argparse.ArgumentParser(description="Prints results as tables in Markdown.")
+    arguments.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what --json wrote")
+    print(markdown([row for path in arguments.parse_args().files for row in json.loads(path.read_text())]))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from benchmarks.contenders.process import Setup
 from benchmarks.workload import AdapterKey, Run, Workload
 
 _SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, as Veneer has; twice what the longest workload needs
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no third process beside two cores
     "VLLM_NO_USAGE_STATS": "1",

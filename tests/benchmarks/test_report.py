@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import Row, judge, publish
+from benchmarks.report import Row, judge, markdown, publish
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,23 @@ def test_the_json_has_every_row_and_the_table_all_but_cells(tmp_path: Path, caps
 
 def test_one_bound_that_does_not_hold_fails_the_whole() -> None:
     assert not publish([Row("a", 1.0, target=">= 0.5"), Row("b", 0.1, target=">= 0.5")], path=None, title="figures")
+
+
+def test_a_file_becomes_tables_in_markdown(tmp_path: Path) -> None:
+    rows = [
+        Row("speed", 0.9123, target=">= 0.85"),
+        Row("step", 56.27, unit="ms"),
+        Row("breakdown/1 row/head", 1.0, unit="ms"),
+        Row("mixed_vs_vllm", math.nan, target=">= 7"),
+    ]
+    publish(rows, path=tmp_path / "rows.json", title="figures")
+    assert markdown(json.loads((tmp_path / "rows.json").read_text())).splitlines() == [
+        "| id | value | must be | holds |",
+        "|---|---|---|---|",
+        "| `speed` | 0.912 | >= 0.85 | yes |",
+        "| `mixed_vs_vllm` | not compared | >= 7 | **no** |",
+        "",
+        "| id | value | unit |",
+        "|---|---|---|",
+        "| `step` | 56.3 | ms |",
+    ]
