@@ -9,7 +9,7 @@ import torch
 
 from kernels.descriptors import Descriptors
 from kernels.native import Native, NativeFormError
-from kernels.rows import RankRows
+from kernels.rows import RankRows, aligned_rank
 from kernels.sites import Site
 
 _MAX_SLICES = 4
@@ -72,7 +72,7 @@ class NativeLowRank:
         self._function = native.function("low_rank", arena.dtype)
         self._arena, self._descriptors = arena, descriptors
         self._max_rows = max_rows
-        self._h = np.empty(0, dtype=np.float32)
+        self._h = torch.empty(0)
         _, num_layers, num_slices = descriptors.rank.shape
         self._sites = {
             site.name: LowRankSite(
@@ -106,17 +106,17 @@ class NativeLowRank:
         index = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         firsts = np.repeat(starts, pieces) + index * _BLOCK_ROWS
         sizes = np.minimum(np.repeat(counts, pieces) - index * _BLOCK_ROWS, _BLOCK_ROWS)
-        max_rank = int(self._descriptors.largest_rank[slots[starts]].max())
+        max_rank = aligned_rank(int(self._descriptors.largest_rank[slots[starts]].max()))
         size = slots.size * self._most_slices * max_rank
-        if self._h.size < size:
-            self._h = np.empty(size, dtype=np.float32)
+        if self._h.numel() < size:
+            self._h = torch.empty(size)  # begins on a cache line, as every row then does: no two threads write to one
         self._rows = places.astype(np.int32)
         self._blocks = np.ascontiguousarray(np.stack([slots[firsts], firsts, sizes], axis=1).astype(np.int32))
         table, threads = self._descriptors, torch.get_num_threads()
         for site in self._sites.values():
             site.a_offset, site.b_offset = table.a_offset.ctypes.data, table.b_offset.ctypes.data
             site.rank, site.scale = table.rank.ctypes.data, table.scale.ctypes.data
-            site.rows, site.blocks, site.h = self._rows.ctypes.data, self._blocks.ctypes.data, self._h.ctypes.data
+            site.rows, site.blocks, site.h = self._rows.ctypes.data, self._blocks.ctypes.data, self._h.data_ptr()
             site.num_blocks, site.max_rank, site.threads = len(self._blocks), max_rank, threads
 
     def add_(self, y: torch.Tensor, x: torch.Tensor, *, layer: int, site: str) -> None:

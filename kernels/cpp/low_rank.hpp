@@ -10,7 +10,9 @@ constexpr int ROWS = 16;       // rows of one adapter that an item handles
 constexpr int RANKS = 16;      // rank rows of an item of the first half
 constexpr int TILE = 4;        // rows, and rank rows, that are held in registers
 constexpr int MAX_SLICES = 4;
-constexpr int FAR = 4;         // steps of columns that B is fetched ahead
+constexpr int WHOLE = 2;       // blocks a thread from which on a thread handles whole blocks
+constexpr int COLUMN_ALIGN = 64;
+constexpr int LINE = 64;
 
 // Mirrors kernels.native.LowRankSite.
 struct LowRankSite {
@@ -26,25 +28,41 @@ struct LowRankSite {
   int64_t slice[MAX_SLICES], first[MAX_SLICES], last[MAX_SLICES];
 };
 
-template <class T>
-INLINE words load_row(const T *p, int count) {  // one vector of words; zero behind count
-  if (count * sizeof(T) >= 64) return load_words((const uint32_t *)p);
-  words v = {};
-  memcpy(&v, p, count * sizeof(T));
-  return v;
+// Bytes that are wanted soon; every step of the work before them fetches some, so that memory and arithmetic overlap.
+struct Fetch {
+  const char *at = nullptr, *end = nullptr;
+  int64_t each = 0;
+  template <class T>
+  static Fetch of(const T *first, int64_t count, int64_t steps) {
+    const int64_t bytes = count * sizeof(T);
+    return {(const char *)first, (const char *)first + bytes, (bytes / std::max<int64_t>(1, steps) / LINE + 1) * LINE};
+  }
+  INLINE void step() {
+    for (const char *stop = std::min(at + each, end); at < stop; at += LINE) __builtin_prefetch(at, 0, 2);
+  }
+};
+
+INLINE void sums(const floats *v, float *out) {  // of each of TILE vectors
+#if defined(__AVX512F__)
+  auto low = [](__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
+  const __m512 first = low(as<__m512>(v[0]), as<__m512>(v[2])), second = low(as<__m512>(v[1]), as<__m512>(v[3]));
+  const __m512 both = low(first, second);
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(both), _mm512_extractf32x8_ps(both, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#else
+  for (int j = 0; j < TILE; j++) out[j] = sum(v[j]);
+#endif
 }
 
 // h[r][j] = scale · (x_r · a_j), for R rows and J rank rows.
 template <class T, int R, int J>
-INLINE void shrink(const T *const *x, const T *a, int64_t width, float scale, float *const *h) {
+INLINE void shrink(const T *const *x, const T *a, int64_t width, float scale, float *const *h, Fetch &next) {
   constexpr int STEP = 64 / sizeof(T);
   floats acc[R][J] = {};
   auto add = [&](int64_t k, int count) {
     words v[J];
-    for (int j = 0; j < J; j++) {
-      v[j] = load_row(a + j * width + k, count);
-      __builtin_prefetch(a + (j + J) * width + k);  // the next tile's
-    }
+    for (int j = 0; j < J; j++) v[j] = load_row(a + j * width + k, count);
+    next.step();
     for (int r = 0; r < R; r++) {
       const words u = load_row(x[r] + k, count);
       for (int j = 0; j < J; j++) acc[r][j] = Words<T>::step(acc[r][j], u, v[j]);
@@ -53,107 +71,196 @@ INLINE void shrink(const T *const *x, const T *a, int64_t width, float scale, fl
   int64_t k = 0;
   for (; k + STEP <= width; k += STEP) add(k, STEP);
   if (k < width) add(k, (int)(width - k));
-  for (int r = 0; r < R; r++)
-    for (int j = 0; j < J; j++) h[r][j] = scale * sum(acc[r][j]);
+  for (int r = 0; r < R; r++) {
+    if constexpr (J == TILE)
+      sums(acc[r], h[r]);
+    else
+      for (int j = 0; j < J; j++) h[r][j] = sum(acc[r][j]);
+    for (int j = 0; j < J; j++) h[r][j] *= scale;
+  }
 }
 
-// y_r[column …] += Σ_j h[r][j] · b_j[column …], for R rows and V vectors of columns.
+// y_r[column …] += Σ_j h[r][j] · b_j[column …], for R rows and V vectors of words; `count` columns are left.
 template <class T, int R, int V>
-INLINE void expand(T *const *y, const T *b, const float *const *h, int64_t width, int rank, int64_t column, int count) {
-  floats acc[R][V] = {};
-  auto get = [&](const T *p, int v) { return V > 1 || count == LANES ? load(p + v * LANES) : load_some(p, count); };
+INLINE void expand(T *const *y, const T *b, float *const *h, int64_t width, int rank, int64_t column, int count) {
+  constexpr int PARTS = Words<T>::PARTS, STEP = PARTS * LANES;
+  floats acc[R][V][PARTS] = {};
+  auto get = [&](const T *p, int v) { return V > 1 ? load_words(p + v * STEP) : load_row(p, count); };
   for (int j = 0; j < rank; j++) {
-    floats row[V];
-    for (int v = 0; v < V; v++) row[v] = get(b + j * width + column, v);
-    if (V > 1) __builtin_prefetch(b + j * width + column + FAR * V * LANES);
+    floats row[V][PARTS];
+    for (int v = 0; v < V; v++) Words<T>::split(get(b + j * width + column, v), row[v]);
     for (int r = 0; r < R; r++) {
       const floats factor = all(h[r][j]);
-      for (int v = 0; v < V; v++) acc[r][v] = fma(factor, row[v], acc[r][v]);
+      for (int v = 0; v < V; v++)
+        for (int p = 0; p < PARTS; p++) acc[r][v][p] = fma(factor, row[v][p], acc[r][v][p]);
     }
   }
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) {
-      T *to = y[r] + column + v * LANES;
-      const floats total = get(y[r] + column, v) + acc[r][v];
-      if (V > 1 || count == LANES)
-        store(to, total);
+      T *to = y[r] + column + v * STEP;
+      floats total[PARTS];
+      Words<T>::split(get(y[r] + column, v), total);
+      for (int p = 0; p < PARTS; p++) total[p] += acc[r][v][p];
+      if (V > 1)
+        store_row(to, Words<T>::join(total), STEP);
       else
-        store_some(to, total, count);
+        store_row(to, Words<T>::join(total), count);
     }
 }
 
 template <class T, int R>
-void shrink_rows(const T *const *x, const T *a, int64_t width, int ranks, float scale, float *const *h) {
+void shrink_rows(const T *const *x, const T *a, int64_t width, int ranks, float scale, float *const *h, Fetch &next) {
   int j = 0;
   float *at[R];
   auto move = [&] { for (int r = 0; r < R; r++) at[r] = h[r] + j; };
-  for (; j + TILE <= ranks; j += TILE) move(), shrink<T, R, TILE>(x, a + j * width, width, scale, at);
-  for (; j < ranks; j++) move(), shrink<T, R, 1>(x, a + j * width, width, scale, at);
+  for (; j + TILE <= ranks; j += TILE) move(), shrink<T, R, TILE>(x, a + j * width, width, scale, at, next);
+  for (; j < ranks; j++) move(), shrink<T, R, 1>(x, a + j * width, width, scale, at, next);
 }
 
 template <class T, int R>
-void expand_rows(T *const *y, const T *b, const float *const *h, int64_t width, int rank, int64_t first, int64_t last) {
+void expand_rows(T *const *y, const T *b, float *const *h, int64_t width, int rank, int64_t first, int64_t last, Fetch &next) {
+  constexpr int STEP = Words<T>::PARTS * LANES;
   int64_t column = first;
-  for (; column + 2 * LANES <= last; column += 2 * LANES) expand<T, R, 2>(y, b, h, width, rank, column, LANES);
-  for (; column < last; column += LANES) expand<T, R, 1>(y, b, h, width, rank, column, (int)std::min<int64_t>(LANES, last - column));
+  for (; column + 2 * STEP <= last; column += 2 * STEP) next.step(), expand<T, R, 2>(y, b, h, width, rank, column, STEP);
+  for (; column < last; column += STEP) expand<T, R, 1>(y, b, h, width, rank, column, (int)std::min<int64_t>(STEP, last - column));
 }
 
+// One slice of one adapter at one layer.
+template <class T>
+struct Pair {
+  const T *a, *b;
+  int64_t in, first, out;
+  int rank;
+  float scale;
+  Pair(const LowRankSite &site, int layer, int slot, int64_t s) {
+    const int64_t at = (slot * site.num_layers + layer) * site.num_slices + site.slice[s];
+    const T *arena = (const T *)site.arena;
+    a = arena + site.a_offset[at], b = arena + site.b_offset[at];
+    in = site.in_features, first = site.first[s], out = site.last[s] - first;
+    rank = site.rank[at], scale = site.scale[at];
+  }
+  Fetch rows_of_a(int64_t steps) const { return Fetch::of(a, rank * in, steps); }
+  Fetch rows_of_b(int64_t steps) const { return Fetch::of(b, rank * out, steps); }
+  int64_t shrinks() const { return (rank + TILE - 1) / TILE * (in * (int64_t)sizeof(T) / LINE); }
+  int64_t expands() const { return out / (2 * LANES * Words<T>::PARTS); }
+
+  // h = scale · A x of up to TILE rows, for rank rows [begin, end).
+  void shrink_tile(const T *const *x, float *const *h, int count, int begin, int end, Fetch &next) const {
+    float *to[TILE];
+    for (int r = 0; r < count; r++) to[r] = h[r] + begin;
+    const T *from = a + begin * in;
+    const int ranks = std::min(end, rank) - begin;
+    switch (count) {
+      case 1: return shrink_rows<T, 1>(x, from, in, ranks, scale, to, next);
+      case 2: return shrink_rows<T, 2>(x, from, in, ranks, scale, to, next);
+      case 3: return shrink_rows<T, 3>(x, from, in, ranks, scale, to, next);
+      default: return shrink_rows<T, 4>(x, from, in, ranks, scale, to, next);
+    }
+  }
+
+  // Adds h B to columns [begin, end) of up to TILE rows.
+  void expand_tile(T *const *y, float *const *h, int count, int64_t begin, int64_t end, Fetch &next) const {
+    if (rank == 0) return;
+    T *to[TILE];
+    for (int r = 0; r < count; r++) to[r] = y[r] + first;
+    switch (count) {
+      case 1: return expand_rows<T, 1>(to, b, h, out, rank, begin, end, next);
+      case 2: return expand_rows<T, 2>(to, b, h, out, rank, begin, end, next);
+      case 3: return expand_rows<T, 3>(to, b, h, out, rank, begin, end, next);
+      default: return expand_rows<T, 4>(to, b, h, out, rank, begin, end, next);
+    }
+  }
+};
+
+// What a call works on: rows of x and y, and h of each row and slice.
+template <class T>
+struct LowRankCall {
+  const LowRankSite &site;
+  const T *x;
+  int64_t x_stride;
+  T *y;
+  int64_t y_stride;
+  int layer;
+
+  // Calls `work` with x, y, h and number of every tile of rows of a block; h is of slice s.
+  template <class Work>
+  INLINE void tiles(const int32_t *block, int64_t s, Work work) const {
+    for (int begin = 0; begin < block[2]; begin += TILE) {
+      const T *in[TILE];
+      T *out[TILE];
+      float *h[TILE];
+      const int count = std::min(TILE, block[2] - begin);
+      for (int r = 0; r < count; r++) {
+        const int64_t place = block[1] + begin + r, row = site.rows[place];
+        in[r] = x + row * x_stride, out[r] = y + row * y_stride, h[r] = site.h + (place * site.count + s) * site.max_rank;
+      }
+      work(in, out, h, count);
+    }
+  }
+
+  // Adds all slices of blocks [begin, end). While A is worked on B is fetched, and meanwhile the next slice's A.
+  void whole_blocks(int64_t begin, int64_t end) const {
+    for (int64_t i = begin; i < end; i++) {
+      const int32_t *block = site.blocks + 3 * i;
+      for (int64_t s = 0; s < site.count; s++) {
+        const Pair<T> pair(site, layer, block[0], s);
+        Fetch of_b = pair.rows_of_b(pair.shrinks()), of_next;
+        if (s + 1 < site.count)
+          of_next = Pair<T>(site, layer, block[0], s + 1).rows_of_a(pair.expands());
+        else if (i + 1 < end)
+          of_next = Pair<T>(site, layer, block[3], 0).rows_of_a(pair.expands());
+        tiles(block, s, [&](const T *const *in, T *const *out, float *const *h, int count) {
+          pair.shrink_tile(in, h, count, 0, pair.rank, of_b);
+          pair.expand_tile(out, h, count, 0, pair.out, of_next);
+        });
+      }
+    }
+  }
+
+  // The first block of a thread, so that all have about as much to do: reading an adapter costs what some rows do.
+  int64_t share(int64_t thread) const {
+    constexpr int64_t READING = 4;
+    int64_t total = 0, sum = 0, i = 0;
+    for (int64_t k = 0; k < site.num_blocks; k++) total += READING + site.blocks[3 * k + 2];
+    for (; i < site.num_blocks && sum * site.threads < total * thread; i++) sum += READING + site.blocks[3 * i + 2];
+    return i;
+  }
+};
+
+// A thread takes whole blocks where there are enough of them; else slices, rank rows and columns are shared out.
 template <class T>
 void low_rank(const LowRankSite &site, const T *x, int64_t x_stride, T *y, int64_t y_stride, int layer) {
-  const T *arena = (const T *)site.arena;
-  const int64_t chunks = (site.max_rank + RANKS - 1) / RANKS, pitch = site.count * site.max_rank;
-  const int64_t num_shrinks = site.num_blocks * site.count * chunks, num_expands = site.num_blocks * site.count * 2;
+  const LowRankCall<T> call{site, x, x_stride, y, y_stride, layer};
+  if (site.num_blocks >= WHOLE * site.threads || site.threads == 1) {
+#pragma omp parallel for schedule(static, 1) num_threads(site.threads)
+    for (int64_t thread = 0; thread < site.threads; thread++) call.whole_blocks(call.share(thread), call.share(thread + 1));
+    return;
+  }
+  const int64_t num_items = site.num_blocks * site.count, chunks = (site.max_rank + RANKS - 1) / RANKS;
 #pragma omp parallel num_threads(site.threads)
   {
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < num_shrinks; item++) {
-      const int32_t *block = site.blocks + 3 * (item / (site.count * chunks));
-      const int64_t s = item / chunks % site.count, j = item % chunks * RANKS;
-      const int64_t at = (block[0] * site.num_layers + layer) * site.num_slices + site.slice[s];
-      const int ranks = (int)std::min<int64_t>(RANKS, site.rank[at] - j);
-      const T *a = arena + site.a_offset[at] + j * site.in_features;
-      for (int first = 0; first < block[2] && ranks > 0; first += TILE) {
-        const T *rows[TILE];
-        float *h[TILE];
-        const int count = std::min(TILE, block[2] - first);
-        for (int r = 0; r < count; r++) {
-          const int place = block[1] + first + r;
-          rows[r] = x + site.rows[place] * x_stride;
-          h[r] = site.h + place * pitch + s * site.max_rank + j;
-        }
-        switch (count) {
-          case 1: shrink_rows<T, 1>(rows, a, site.in_features, ranks, site.scale[at], h); break;
-          case 2: shrink_rows<T, 2>(rows, a, site.in_features, ranks, site.scale[at], h); break;
-          case 3: shrink_rows<T, 3>(rows, a, site.in_features, ranks, site.scale[at], h); break;
-          default: shrink_rows<T, 4>(rows, a, site.in_features, ranks, site.scale[at], h);
-        }
-      }
+    for (int64_t item = 0; item < num_items * chunks; item++) {
+      const int64_t s = item / chunks % site.count;
+      const int32_t *block = site.blocks + 3 * (item / chunks / site.count);
+      const Pair<T> pair(site, layer, block[0], s);
+      const int begin = (int)(item % chunks * RANKS);
+      if (begin >= pair.rank) continue;
+      Fetch of_b = pair.rows_of_b(pair.shrinks());
+      call.tiles(block, s, [&](const T *const *in, T *const *, float *const *h, int count) {
+        pair.shrink_tile(in, h, count, begin, begin + RANKS, of_b);
+      });
     }
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < num_expands; item++) {
-      const int32_t *block = site.blocks + 3 * (item / (site.count * 2));
-      const int64_t s = item / 2 % site.count, width = site.last[s] - site.first[s];
-      const int64_t at = (block[0] * site.num_layers + layer) * site.num_slices + site.slice[s];
-      const int rank = site.rank[at];
-      const T *b = arena + site.b_offset[at];
-      const int64_t middle = width / 2 / LANES / 2 * LANES * 2;
-      const int64_t begin = item % 2 ? middle : 0, end = item % 2 ? width : middle;
-      for (int first = 0; first < block[2] && rank > 0; first += TILE) {
-        T *rows[TILE];
-        const float *h[TILE];
-        const int count = std::min(TILE, block[2] - first);
-        for (int r = 0; r < count; r++) {
-          const int place = block[1] + first + r;
-          rows[r] = y + site.rows[place] * y_stride + site.first[s];
-          h[r] = site.h + place * pitch + s * site.max_rank;
-        }
-        switch (count) {
-          case 1: expand_rows<T, 1>(rows, b, h, width, rank, begin, end); break;
-          case 2: expand_rows<T, 2>(rows, b, h, width, rank, begin, end); break;
-          case 3: expand_rows<T, 3>(rows, b, h, width, rank, begin, end); break;
-          default: expand_rows<T, 4>(rows, b, h, width, rank, begin, end);
-        }
-      }
+    for (int64_t item = 0; item < num_items * 2; item++) {
+      const int64_t s = item / 2 % site.count;
+      const int32_t *block = site.blocks + 3 * (item / 2 / site.count);
+      const Pair<T> pair(site, layer, block[0], s);
+      const int64_t middle = pair.out / 2 / COLUMN_ALIGN * COLUMN_ALIGN;
+      Fetch nothing;
+      call.tiles(block, s, [&](const T *const *, T *const *out, float *const *h, int count) {
+        pair.expand_tile(out, h, count, item % 2 ? middle : 0, item % 2 ? pair.out : middle, nothing);
+      });
     }
   }
 }

@@ -125,7 +125,8 @@ INLINE floats capped(floats x, float cap) {
   return all(cap) * (square < all(0.01f) ? z * series : whole);
 }
 
-// A word is 4 bytes of a page: two bfloat16, or one float. `step` adds, in every lane, the products of the parts of two words.
+// A word is 4 bytes: two bfloat16, or one float. `step` adds, in every lane, the products of the parts of two words; `split` gives
+// the parts of all lanes, and `join` rounds them and puts them together.
 template <class T>
 struct Words;
 template <>
@@ -144,6 +145,13 @@ struct Words<bf16> {
     memcpy(p, &h, sizeof h);
   }
   static INLINE words first_part(words v) { return v & 0xffffu; }
+  static INLINE void split(words v, floats *parts) {
+    parts[0] = as<floats>(v << 16);
+    parts[1] = as<floats>(v & 0xffff0000u);
+  }
+  static INLINE words join(const floats *parts) {
+    return __builtin_convertvector(narrow(parts[0]), words) | __builtin_convertvector(narrow(parts[1]), words) << 16;
+  }
 };
 template <>
 struct Words<float> {
@@ -151,11 +159,24 @@ struct Words<float> {
   static INLINE floats step(floats acc, words a, words b) { return fma(as<floats>(a), as<floats>(b), acc); }
   static INLINE void pack(uint32_t *p, floats v) { memcpy(p, &v, sizeof v); }
   static INLINE words first_part(words v) { return v; }
+  static INLINE void split(words v, floats *parts) { parts[0] = as<floats>(v); }
+  static INLINE words join(const floats *parts) { return as<words>(parts[0]); }
 };
-INLINE words load_words(const uint32_t *p) {
+INLINE words load_words(const void *p) {
   words v;
   memcpy(&v, p, sizeof v);
   return v;
+}
+template <class T>
+INLINE words load_row(const T *p, int count) {  // one vector of words; zero behind count
+  if (count * sizeof(T) >= 64) return load_words(p);
+  words v = {};
+  memcpy(&v, p, count * sizeof(T));
+  return v;
+}
+template <class T>
+INLINE void store_row(T *p, words v, int count) {
+  memcpy(p, &v, std::min<size_t>(64, count * sizeof(T)));
 }
 
 }  // namespace
