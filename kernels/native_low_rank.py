@@ -45,11 +45,12 @@ class NativeLowRank:
     """Adds each row's own adapter to the output of a base projection, in place; the interface of `CpuLowRank`.
 
     Algebra, at (layer, site), for each slice s: `y[t, columns(s)] += Σ_j (scale · x[t] · A_j) · B_j` over the rank rows j that
-    the adapter of row t has there. Sums and scale are float32; y is rounded once.
+    the adapter of row t has there. Sums and scale are float32; H is rounded to the model's dtype, and so is y, once.
 
-    Rows are sorted by adapter into blocks of up to 16, and one call a site walks (block, slice) items in two halves, shrink and
-    expand. A row meets the rank rows of its own adapter only, so nothing is masked; nothing is copied, so an image that changes
-    needs no notice; and the sums of a row run in one order whatever its neighbours are.
+    Rows are sorted by adapter into blocks of up to 16. One call a site shares whole blocks out to threads, by rows; a thread
+    fetches B from memory while it works on A, and the next A meanwhile. Where blocks are few, slices, rank rows and columns are
+    shared out. A row meets the rank rows of its own adapter only, so nothing is masked; nothing is copied, so an image that
+    changes needs no notice; and the sums of a row run in one order whatever its neighbours are.
 
     Owned by the step loop; not thread-safe.
 

@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int ROWS = 16;       // rows of one adapter that an item handles
-constexpr int RANKS = 16;      // rank rows of an item of the first half
+constexpr int RANKS = 16;      // rank rows that are packed together, and of an item of the first half
 constexpr int TILE = 4;        // rows, and rank rows, that are held in registers
 constexpr int MAX_SLICES = 4;
 constexpr int WHOLE = 2;       // blocks a thread from which on a thread handles whole blocks
@@ -22,7 +22,7 @@ struct LowRankSite {
   const float *scale;
   const int32_t *rows;     // rows of the batch, sorted by adapter
   const int32_t *blocks;   // [num_blocks, 3]: slot, first place in `rows`, rows (at most ROWS) of one adapter
-  float *h;                // [places, slices, max_rank]
+  float *h;                // [places, slices, max_rank]; max_rank is a multiple of RANKS
   int64_t num_blocks, max_rank, num_layers, num_slices, in_features, threads;
   int64_t count;           // slices of the site
   int64_t slice[MAX_SLICES], first[MAX_SLICES], last[MAX_SLICES];
@@ -80,31 +80,39 @@ INLINE void shrink(const T *const *x, const T *a, int64_t width, float scale, fl
   }
 }
 
+// Rounds and packs each RANKS entries of h, in place: words of neighbours that one step of a product takes.
+template <class T>
+void pack(float *h, int begin, int end) {
+  for (int j = begin; j < end; j += RANKS) Words<T>::pack((uint32_t *)(h + j), load_some(h + j, std::min(RANKS, end - j)));
+}
+
 // y_r[column …] += Σ_j h[r][j] · b_j[column …], for R rows and V vectors of words; `count` columns are left.
 template <class T, int R, int V>
 INLINE void expand(T *const *y, const T *b, float *const *h, int64_t width, int rank, int64_t column, int count) {
   constexpr int PARTS = Words<T>::PARTS, STEP = PARTS * LANES;
   floats acc[R][V][PARTS] = {};
   auto get = [&](const T *p, int v) { return V > 1 ? load_words(p + v * STEP) : load_row(p, count); };
-  for (int j = 0; j < rank; j++) {
-    floats row[V][PARTS];
-    for (int v = 0; v < V; v++) Words<T>::split(get(b + j * width + column, v), row[v]);
+  for (int j = 0; j < rank; j += PARTS) {
+    words pairs[V][PARTS];
+    for (int v = 0; v < V; v++) {
+      words rows[PARTS] = {};
+      for (int p = 0; p < PARTS; p++)
+        if (p == 0 || j + p < rank) rows[p] = get(b + (j + p) * width + column, v);
+      Words<T>::pair(rows, pairs[v]);
+    }
     for (int r = 0; r < R; r++) {
-      const floats factor = all(h[r][j]);
+      const words factor = all_words(((const uint32_t *)h[r])[j / RANKS * RANKS + j % RANKS / PARTS]);
       for (int v = 0; v < V; v++)
-        for (int p = 0; p < PARTS; p++) acc[r][v][p] = fma(factor, row[v][p], acc[r][v][p]);
+        for (int p = 0; p < PARTS; p++) acc[r][v][p] = Words<T>::step(acc[r][v][p], pairs[v][p], factor);
     }
   }
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) {
       T *to = y[r] + column + v * STEP;
       floats total[PARTS];
-      Words<T>::split(get(y[r] + column, v), total);
+      Words<T>::split(get(to, V > 1 ? 0 : v), total);
       for (int p = 0; p < PARTS; p++) total[p] += acc[r][v][p];
-      if (V > 1)
-        store_row(to, Words<T>::join(total), STEP);
-      else
-        store_row(to, Words<T>::join(total), count);
+      store_row(to, Words<T>::join(total), V > 1 ? STEP : count);
     }
 }
 
@@ -144,18 +152,19 @@ struct Pair {
   int64_t shrinks() const { return (rank + TILE - 1) / TILE * (in * (int64_t)sizeof(T) / LINE); }
   int64_t expands() const { return out / (2 * LANES * Words<T>::PARTS); }
 
-  // h = scale · A x of up to TILE rows, for rank rows [begin, end).
+  // h = scale · A x of up to TILE rows, packed, for rank rows [begin, end).
   void shrink_tile(const T *const *x, float *const *h, int count, int begin, int end, Fetch &next) const {
     float *to[TILE];
     for (int r = 0; r < count; r++) to[r] = h[r] + begin;
     const T *from = a + begin * in;
     const int ranks = std::min(end, rank) - begin;
     switch (count) {
-      case 1: return shrink_rows<T, 1>(x, from, in, ranks, scale, to, next);
-      case 2: return shrink_rows<T, 2>(x, from, in, ranks, scale, to, next);
-      case 3: return shrink_rows<T, 3>(x, from, in, ranks, scale, to, next);
-      default: return shrink_rows<T, 4>(x, from, in, ranks, scale, to, next);
+      case 1: shrink_rows<T, 1>(x, from, in, ranks, scale, to, next); break;
+      case 2: shrink_rows<T, 2>(x, from, in, ranks, scale, to, next); break;
+      case 3: shrink_rows<T, 3>(x, from, in, ranks, scale, to, next); break;
+      default: shrink_rows<T, 4>(x, from, in, ranks, scale, to, next);
     }
+    for (int r = 0; r < count; r++) pack<T>(h[r], begin, begin + ranks);
   }
 
   // Adds h B to columns [begin, end) of up to TILE rows.

@@ -126,7 +126,8 @@ INLINE floats capped(floats x, float cap) {
 }
 
 // A word is 4 bytes: two bfloat16, or one float. `step` adds, in every lane, the products of the parts of two words; `split` gives
-// the parts of all lanes, and `join` rounds them and puts them together.
+// the parts of all lanes, and `join` rounds them and puts them together; `pair` takes as many rows of words as a word has parts, and
+// gives words of the rows' first parts, then of their second ones.
 template <class T>
 struct Words;
 template <>
@@ -149,6 +150,10 @@ struct Words<bf16> {
     parts[0] = as<floats>(v << 16);
     parts[1] = as<floats>(v & 0xffff0000u);
   }
+  static INLINE void pair(const words *rows, words *pairs) {
+    pairs[0] = (rows[0] & 0xffffu) | (rows[1] << 16);
+    pairs[1] = (rows[0] >> 16) | (rows[1] & 0xffff0000u);
+  }
   static INLINE words join(const floats *parts) {
     return __builtin_convertvector(narrow(parts[0]), words) | __builtin_convertvector(narrow(parts[1]), words) << 16;
   }
@@ -160,6 +165,7 @@ struct Words<float> {
   static INLINE void pack(uint32_t *p, floats v) { memcpy(p, &v, sizeof v); }
   static INLINE words first_part(words v) { return v; }
   static INLINE void split(words v, floats *parts) { parts[0] = as<floats>(v); }
+  static INLINE void pair(const words *rows, words *pairs) { pairs[0] = rows[0]; }
   static INLINE words join(const floats *parts) { return as<words>(parts[0]); }
 };
 INLINE words load_words(const void *p) {
