@@ -17,7 +17,8 @@ _SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no third process beside two cores
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
 }
 
