@@ -101,7 +101,7 @@ class Residency:
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._entries: dict[str, _Entry] = {}
         self._wants: dict[str, _Want] = {}
-        self._shares = Shares(num_units)
+        self._shares = Shares(num_units, num_slots=max_slots)
         self._max_passed_over = max_passed_over
         self._quantum_tokens = quantum_tokens
         self._clock = 0
@@ -376,7 +376,7 @@ class Residency:
     def _charge(self, entry: _Entry, tenant: str) -> None:
         """Makes a tenant pay for a copy."""
         if entry.tenant != tenant:
-            self._shares.charge(entry.tenant, -entry.num_units)
+            self._shares.discharge(entry.tenant, entry.num_units)
             self._shares.charge(tenant, entry.num_units)
             entry.tenant = tenant
 
@@ -407,7 +407,7 @@ class Residency:
 
     def _free(self, entry: _Entry) -> None:
         self._units.give(entry.extents)
-        self._shares.charge(entry.tenant, -entry.num_units)
+        self._shares.discharge(entry.tenant, entry.num_units)
         self._free_slots.append(entry.slot)
         entry.slot, entry.extents, entry.place = -1, (), "host"
         entry.awaited = entry.leaving = False

@@ -1,4 +1,4 @@
-"""Shares of the arena: how many units each tenant holds, and whose copies go first. Integers and floats only."""
+"""Shares of the arena: how much of it each tenant holds, and whose copies go first. Integers and floats only."""
 
 from __future__ import annotations
 
@@ -23,24 +23,32 @@ C = TypeVar("C", bound=Copy)
 
 
 class Shares:
-    """Units by tenant. Owned by one `Residency`.
+    """Units and slots by tenant, as one number. Owned by one `Residency`.
+
+    A copy counts as its units or, where slots are scarcer than bytes, as a slot's part of all units.
 
     Only tenants that hold a lease or wait for a load have a share: what others left behind goes by recency alone, so that no
     memory is kept for those who do not ask for it.
 
     Args:
         num_units: Units of the arena.
+        num_slots: Slots of its descriptor table.
     """
 
-    def __init__(self, num_units: int) -> None:
+    def __init__(self, num_units: int, *, num_slots: int) -> None:
         self._num_units = num_units
+        self._num_slots = num_slots
         self._held: Counter[str] = Counter()
         self._claims: Counter[str] = Counter()
         self._weights: dict[str, int] = {}
 
     def charge(self, tenant: str, num_units: int) -> None:
-        """Charges units to a tenant; a negative number takes them off."""
-        self._held[tenant] += num_units
+        """Charges a copy of so many units to a tenant."""
+        self._held[tenant] += self._size(num_units)
+
+    def discharge(self, tenant: str, num_units: int) -> None:
+        """Takes a copy off again."""
+        self._held[tenant] -= self._size(num_units)
         if not self._held[tenant]:
             del self._held[tenant]
 
@@ -56,8 +64,14 @@ class Shares:
             del self._claims[tenant], self._weights[tenant]
 
     def excess(self, tenant: str, *, more: int = 0) -> float:
-        """Returns by how many units a tenant that has a share is above it, with `more` of them; below 0 it may have more."""
-        return self._held[tenant] + more - self._num_units * self._weights[tenant] / sum(self._weights.values())
+        """Returns by how many units a tenant that has a share is above it; below 0 it may have more.
+
+        Args:
+            tenant: The tenant.
+            more: Units of a copy that it would hold beside the others; 0 for none.
+        """
+        held = self._held[tenant] + (self._size(more) if more else 0)
+        return held / self._num_slots - self._num_units * self._weights[tenant] / sum(self._weights.values())
 
     def load(self, tenant: str) -> float:
         """Returns what a tenant holds over its weight; who holds least is served first."""
@@ -79,7 +93,7 @@ class Shares:
         Args:
             copies: Copies that may go, least recently used first.
             loader: Tenant for which room is made.
-            more: Units that it will hold more.
+            more: Units of the copy that it will hold beside the others.
         """
         rest = list(copies)
         lines: defaultdict[str, deque[C]] = defaultdict(deque)
@@ -95,7 +109,11 @@ class Shares:
             copy = lines[most].popleft()
             if not lines[most]:
                 del lines[most]
-            excess[most] -= copy.num_units
+            excess[most] -= self._size(copy.num_units) / self._num_slots
             gone.add(id(copy))
             yield copy
         yield from (copy for copy in rest if id(copy) not in gone)
+
+    def _size(self, num_units: int) -> int:
+        """Returns what a copy counts as, in units over the number of slots."""
+        return max(num_units * self._num_slots, self._num_units)

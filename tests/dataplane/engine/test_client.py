@@ -151,6 +151,33 @@ async def test_more_adapters_than_slots_take_turns(started: Any, adapters: Any) 
     assert state.evictions >= 2
 
 
+async def test_a_flood_of_adapters_keeps_no_other_tenant_off_the_device_and_loses_no_token(
+    started: Any, plain: Any, adapters: Any
+) -> None:
+    client: EngineClient = await started(max_slots=2, max_sequences=16, quantum_tokens=16)
+    for version, (path, _) in adapters.items():
+        client.stage(version, path)
+    floods = [request(f"x{i}", [i, 2, 3], max_tokens=60, version=f"v{1 + i % 2}", tenant="x") for i in range(16)]
+    ended: list[str] = []
+
+    async def run(job: Submit) -> list[int]:
+        output = await collect(client, job)
+        ended.append(job.tenant)
+        return output
+
+    running = [asyncio.create_task(run(job)) for job in floods]
+    await until(client, lambda state: state.leases >= 6)
+    mine = await run(request("v", [9, 8, 7], max_tokens=4, version="v3", tenant="v"))
+    assert ended.index("v") < 8, "it waited for no more than a few steps and a load"
+    assert mine == adapters["v3"][1].greedy([9, 8, 7], 4)
+    outputs = await asyncio.gather(*running)
+    for job, output in zip(floods, outputs, strict=True):
+        assert output == adapters[job.version][1].greedy(list(job.prompt), 60)
+    state = await client.state()
+    assert_idle(state)
+    assert state.evictions >= 1
+
+
 async def test_a_corrupt_image_is_reported_and_a_good_copy_helps(started: Any, adapters: Any, tmp_path: Path) -> None:
     client: EngineClient = await started()
     bad = bytearray(adapters["v1"][0].read_bytes())

@@ -507,7 +507,8 @@ class AgainstAModel(RuleBasedStateMachine):
         ]
         assert len(units) == len(set(units)) == self.residency.units_used
         shares = self.residency._shares
-        assert sum(shares._held.values()) == len(units), "every unit is charged to somebody"
+        sizes = [max(3 * sum(extent.num_units for extent in plan.extents), 6) for plan in plans]
+        assert sum(shares._held.values()) == sum(sizes), "every copy is charged to somebody"
         assert sum(shares._claims.values()) == len(self.held) + len(self.wants)
         assert set(units) <= set(range(6))
         assert set(slots) <= set(range(3))

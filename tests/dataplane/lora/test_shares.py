@@ -29,7 +29,7 @@ class Copy:
 def test_who_is_most_above_its_share_gives_first_and_then_recency(
     claims: list[tuple[str, bool]], copies: list[tuple[str, int]], weights: tuple[int, ...], loader: str, more: int
 ) -> None:
-    shares, weight = Shares(24), dict(zip("xyz", weights, strict=True))
+    shares, weight = Shares(24, num_slots=24), dict(zip("xyz", weights, strict=True))
     count = dict.fromkeys("xyz", 0)
     for tenant, comes in [*claims, (loader, True)]:
         if comes:
@@ -60,7 +60,7 @@ def test_who_is_most_above_its_share_gives_first_and_then_recency(
 
 
 def test_a_tenant_that_asks_for_nothing_has_no_share_and_keeps_none_from_others() -> None:
-    shares = Shares(10)
+    shares = Shares(10, num_slots=5)
     shares.claim("x", weight=3)
     shares.claim("y", weight=1)
     shares.charge("x", 6)
@@ -70,3 +70,15 @@ def test_a_tenant_that_asks_for_nothing_has_no_share_and_keeps_none_from_others(
     shares.disclaim("y")
     assert shares.excess("x") == -4
     assert not shares.has("y")
+
+
+def test_where_slots_are_scarce_a_copy_counts_as_its_slots_part() -> None:
+    shares = Shares(12, num_slots=3)
+    for tenant in "xy":
+        shares.claim(tenant, weight=1)
+    shares.charge("x", 1)
+    shares.charge("x", 2)
+    shares.charge("y", 7)
+    assert (shares.excess("x"), shares.excess("y")) == (2 * 4 - 6, 7 - 6)
+    shares.discharge("x", 2)
+    assert (shares.excess("x"), shares.excess("x", more=5)) == (-2, 3)
