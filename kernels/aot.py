@@ -28,6 +28,7 @@ from kernels.rows import ALIGN
 
 CAPABILITIES = (80, 90)
 _DEPENDENT_LAUNCH = 90
+_ELEMENT_BYTES = 2
 _INT64 = ("a_offset_ptr", "b_offset_ptr", "entry_ptr")
 _FLOAT32 = ("plane_ptr", "scale_ptr")
 _MODEL_DTYPE = ("x_ptr", "y_ptr", "arena_ptr", "h_ptr")
@@ -42,14 +43,22 @@ class Build:
         kernel: The kernel, as `triton.jit` made it.
         constants: Values of its constexpr arguments, but those that follow from the target.
         launch: Warps and stages.
-        index_loads: Loads of 8 bytes that the pipeline makes of addresses: one a stage where the main loop looks rows up.
+        operands: Elements that one round of the main loop loads of its two operands.
+        index_loads: Loads of 8 bytes that the pipeline may make of addresses, where the main loop looks rows up: one for each 16
+            rows and stage.
     """
 
     name: str
     kernel: Any
     constants: dict[str, Any]
     launch: Launch
+    operands: int
     index_loads: int
+
+    @property
+    def least_wide(self) -> int:
+        """Loads of 16 bytes a thread that the two operands need: once in the loop, once before it."""
+        return 2 * self.operands * _ELEMENT_BYTES // (16 * 32 * self.launch.num_warps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,7 @@ class Found:
         shared: Bytes of shared memory of a program.
         products: Matrix instructions.
         wide: Loads of 16 bytes.
+        least_wide: Loads of 16 bytes that there have to be.
         loads: Loads of x, A, H, B and y in all: asynchronous copies to shared memory, loads of 16 bytes, and loads of 2 bytes, to
             which wide loads degenerate. Loads of addresses are not among them.
     """
@@ -75,6 +85,7 @@ class Found:
     shared: int
     products: int
     wide: int
+    least_wide: int
     loads: int
 
     @property
@@ -85,7 +96,7 @@ class Found:
             for fault, found in (
                 ("spills", self.spills > 0),
                 ("no matrix instruction", self.products == 0),
-                ("narrow loads", self.wide < self.loads or self.wide == 0),
+                ("narrow loads", self.wide < max(self.loads, self.least_wide)),
             )
             if found
         ]
@@ -100,14 +111,16 @@ def builds(table: tuple[Tiles, ...] = TILES) -> Iterator[Build]:
             name = f"shrink {tiles.block_m}×{ALIGN}×{tiles.block_k} split {split_k}"
             if name not in seen:
                 seen.add(name)
-                yield Build(name, shrink, constants, tiles.shrink, 0)
+                yield Build(name, shrink, constants, tiles.shrink, (tiles.block_m + ALIGN) * tiles.block_k, 0)
         for in_place in (True, False):
             constants = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_J": tiles.block_j}
             name = f"expand {tiles.block_m}×{tiles.block_n}×{tiles.block_j} {'in place' if in_place else 'first'}"
             if name not in seen:
                 seen.add(name)
                 constants |= {"ITEM": ALIGN, "IN_PLACE": in_place}
-                yield Build(name, expand, constants, tiles.expand, tiles.expand.num_stages)
+                operands = (tiles.block_m + tiles.block_n) * tiles.block_j
+                index_loads = tiles.expand.num_stages * tiles.block_j // ALIGN
+                yield Build(name, expand, constants, tiles.expand, operands, index_loads)
 
 
 def compile_for(build: Build, capability: int, *, dtype: str = "bf16") -> Found:
@@ -165,6 +178,7 @@ def _read(build: Build, compiled: Any) -> Found:
         shared=compiled.metadata.shared,
         products=count(r"\b(?:HMMA|HGMMA)\b"),
         wide=wide,
+        least_wide=build.least_wide,
         loads=wide + narrow,
     )
 

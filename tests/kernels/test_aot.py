@@ -63,13 +63,13 @@ def test_a_configuration_that_spills_is_reported():
         ({"spills": 2}, ["spills"]),
         ({"products": 0}, ["no matrix instruction"]),
         ({"loads": 9}, ["narrow loads"]),
-        ({"wide": 0, "loads": 0}, ["narrow loads"]),
+        ({"wide": 7, "loads": 7}, ["narrow loads"]),
     ],
 )
 def test_what_must_not_be_is_named(changes, faults):
     from kernels.aot import Found, table
 
-    good = Found(name="shrink", target="sm_90a", registers=64, spills=0, shared=1024, products=8, wide=8, loads=8)
+    good = Found(name="shrink", target="sm_90a", registers=64, spills=0, shared=1024, products=8, wide=8, least_wide=8, loads=8)
     found = replace(good, **changes)
     assert found.faults == faults
     assert table([found]).endswith(f"| {', '.join(faults) or 'ok'} |")

@@ -87,6 +87,8 @@ class Judge:
         out = self.run(low_rank, y, x, layer=layer, site=site, in_place=in_place)
         expected = add_low_rank(y, x, arena=adapters.arena, descriptors=adapters.descriptors, layer=layer, site=site, rows=rows)
         bound = world.bound(expected, x, adapters, layer=layer, site=site, rows=rows)
+        if world.dtype is torch.bfloat16:
+            bound *= 2  # the interpreter cuts off instead of rounding
         bound += rows.list_slot.size * 2.0**-24 * y.double().abs()  # the sum starts at y
         error = (out.double() - expected).abs()
         assert bool((error <= bound).all()), (

@@ -1,0 +1,239 @@
+"""The parts of `benchmarks.gpu_check`; each yields its figures as it finds them. All but `correct` need a CUDA device."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from benchmarks.gpu_check import Figure
+from benchmarks.gpu_world import DTYPE, BaseModel, Step, build_adapters, error_over_bound
+from benchmarks.roofline import LLAMA_7B, Shapes, floor_ratio
+from kernels.gpu.device import probe
+
+_DEVICE = "cuda"
+_COPY_BYTES = 4 << 30
+_BEYOND_L2 = 512 << 20
+_UNIT_BYTES = 2 << 20
+_TINY = Shapes(num_layers=2, hidden=256, kv=128, mlp=512, vocab=512)
+
+
+def times_ms(run: Callable[[], object], *, repeats: int = 30, warm: int = 3) -> list[float]:
+    """Returns the milliseconds of each of many runs, on the device's clock."""
+    for _ in range(warm):
+        run()
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in marks:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in marks]
+
+
+def median_ms(run: Callable[[], object], *, repeats: int = 30) -> float:
+    """Returns the median milliseconds of a run."""
+    return statistics.median(times_ms(run, repeats=repeats))
+
+
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Returns a graph of one run, after runs in the open that compile and allocate."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def read_bandwidth() -> float:
+    """Returns bytes per second of a sum over more than the caches hold."""
+    values = torch.zeros(_COPY_BYTES // 4, dtype=torch.float32, device=_DEVICE)
+    return _COPY_BYTES / median_ms(values.sum) * 1e3
+
+
+def card() -> Iterator[Figure]:
+    """The machine, its versions, its clocks, and its bandwidth."""
+    facts = torch.cuda.get_device_properties(0)
+    yield Figure("device", facts.name)
+    yield Figure("multiprocessors", facts.multi_processor_count)
+    yield Figure("versions", f"torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton.__version__}")
+    if smi := shutil.which("nvidia-smi"):
+        query = "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit"
+        told = subprocess.run([smi, query, "--format=csv,noheader"], capture_output=True, text=True, check=False, timeout=10)
+        yield Figure("driver, clocks, power limit", told.stdout.strip())
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=_DEVICE)
+    target = torch.empty_like(source)
+    yield Figure("copy_bandwidth", 2 * _COPY_BYTES / median_ms(lambda: target.copy_(source)) / 1e9, "TB/s")
+    yield Figure("read_bandwidth", read_bandwidth() / 1e12, "TB/s")
+
+
+def products() -> Iterator[Figure]:
+    """The library's base products, over weights that rotate beyond the cache."""
+    bandwidth = read_bandwidth()
+    for site in LLAMA_7B.sites:
+        width = site.columns[-1][1]
+        size = width * site.in_features * DTYPE.itemsize
+        weights = [torch.randn(width, site.in_features, dtype=DTYPE, device=_DEVICE) for _ in range(-(-_BEYOND_L2 // size))]
+        for num_rows in (1, 16, 64, 128):
+            x = torch.randn(num_rows, site.in_features, dtype=DTYPE, device=_DEVICE)
+            y = torch.empty(num_rows, width, dtype=DTYPE, device=_DEVICE)
+            graph = captured(lambda x=x, y=y, weights=weights: _products(y, x, weights))  # type: ignore[misc]
+            taken = median_ms(graph.replay) / len(weights)
+            yield Figure(f"{site.name}_{num_rows}_rows_us", taken * 1e3, "us")
+            yield Figure(f"{site.name}_{num_rows}_rows_of_bandwidth", size / (taken / 1e3) / bandwidth, "ratio")
+
+
+def _products(y: Tensor, x: Tensor, weights: list[Tensor]) -> None:
+    for weight in weights:
+        torch.mm(x, weight.t(), out=y)
+
+
+def launches(*, pairs: int = 500) -> Iterator[Figure]:
+    """Small shrinks and expands in a captured graph, with and without dependent launch, against empty kernels."""
+    value = torch.zeros(1, device=_DEVICE)
+    yield Figure("small_kernel_us", median_ms(captured(lambda: _add_many(value, pairs)).replay) / pairs * 1e3, "us")
+    adapters, gpu = build_adapters(_TINY, count=2, rank=16, device=_DEVICE), probe(_DEVICE)
+    outputs = []
+    for dependent in sorted({False, gpu.has_dependent_launch}):
+        low_rank = adapters.low_rank(max_rows=16, gpu=dataclasses.replace(gpu, has_dependent_launch=dependent))
+        low_rank.begin_step(adapters.rows(16))
+        torch.manual_seed(0)
+        x, y = (torch.randn(16, 256, dtype=DTYPE, device=_DEVICE) for _ in range(2))
+        graph = captured(lambda low_rank=low_rank, y=y, x=x: _write_many(low_rank.write_, y, x, pairs))  # type: ignore[misc]
+        name = "dependent" if dependent else "plain"
+        yield Figure(f"shrink_and_expand_{name}_us", median_ms(graph.replay) / pairs * 1e3, "us")
+        outputs.append(y)
+    assert all(torch.equal(outputs[0], y) for y in outputs), "dependent launch changes the result"
+
+
+def _add_many(value: Tensor, count: int) -> None:
+    for _ in range(count):
+        value.add_(1)
+
+
+def _write_many(write: Callable[..., None], y: Tensor, x: Tensor, count: int) -> None:
+    for i in range(count):
+        write(y, x, layer=i % 2, site="o")
+
+
+def correct(*, shapes: Shapes = LLAMA_7B, device: str = _DEVICE, repeats: int = 1000, most_rows: int = 300) -> Iterator[Figure]:
+    """Every site and bucket beside float64, the same bits many times, and bits that do not depend on neighbours."""
+    shapes = dataclasses.replace(shapes, num_layers=2)
+    adapters = build_adapters(shapes, count=5, rank=24, device=device)
+    low_rank = adapters.low_rank(max_rows=max(64, most_rows))
+    worst = 0.0
+    for num_rows in (rows for rows in (1, 16, 64, 128, 300) if rows <= most_rows):
+        rows = adapters.rows(num_rows) if num_rows > 1 else adapters.step(np.array([3], dtype=np.int32))
+        low_rank.begin_step(rows)
+        for site in shapes.sites:
+            x, y = (torch.randn(num_rows, width, dtype=DTYPE, device=device) for width in (site.in_features, site.columns[-1][1]))
+            out, first = y.clone(), torch.full_like(y, torch.nan)
+            low_rank.add_(out, x, layer=1, site=site.name)
+            low_rank.write_(first, x, layer=1, site=site.name)
+            for got, start in ((out, y), (first, torch.zeros_like(y))):
+                worst = max(worst, error_over_bound(got, start, x, adapters=adapters, layer=1, site=site, rows=rows))
+    yield Figure("error_over_bound", worst, "ratio", 1.0)
+    assert worst <= 1, f"an error is {worst:.2f} times its bound"
+    site = shapes.sites[0]
+    x, y = (torch.randn(64, width, dtype=DTYPE, device=device) for width in (site.in_features, site.columns[-1][1]))
+    low_rank.begin_step(adapters.rows(64))
+    different = torch.zeros((), dtype=torch.int64, device=device)
+    outputs = [torch.empty_like(y) for _ in range(2)]
+    for i in range(repeats):
+        outputs[min(i, 1)].copy_(y)
+        low_rank.add_(outputs[min(i, 1)], x, layer=0, site=site.name)
+        different += (outputs[0] != outputs[min(i, 1)]).any()
+    yield Figure(f"different_of_{repeats}_repeats", int(different))
+    assert int(different) == 0, "the same step gave other bits"
+    changed = 0
+    for seed in range(min(repeats, 20)):
+        row_slot = np.random.default_rng(seed).integers(-1, adapters.count, 64).astype(np.int32)
+        row_slot[7] = adapters.rows(64).row_slot[7]
+        low_rank.begin_step(adapters.step(row_slot))
+        out = y.clone()
+        low_rank.add_(out, x, layer=0, site=site.name)
+        changed += int(not torch.equal(out[7], outputs[0][7]))
+    yield Figure("rows_changed_by_neighbours", changed)
+    assert changed == 0, "a row's bits depend on its neighbours"
+
+
+def decode() -> Iterator[Figure]:
+    """A captured step of 64 rows: the base, and 22 adapters of rank 16 in both forms."""
+    yield from _mixes(BaseModel(LLAMA_7B, device=_DEVICE), ((22, 16),), num_rows=64)
+
+
+def mixes() -> Iterator[Figure]:
+    """Other numbers of adapters and ranks; then a prefill of 2048 rows."""
+    model = BaseModel(LLAMA_7B, device=_DEVICE)
+    yield from _mixes(model, ((2, 16), (8, 16), (64, 16), (22, 64)), num_rows=64)
+    yield from _mixes(model, ((4, 16),), num_rows=2048)
+
+
+def _mixes(model: BaseModel, mixes: tuple[tuple[int, int], ...], *, num_rows: int) -> Iterator[Figure]:
+    base: float | None = None
+    for count, rank in mixes:
+        adapters = build_adapters(LLAMA_7B, count=count, rank=rank, device=_DEVICE)
+        low_rank = adapters.low_rank(max_rows=num_rows)
+        low_rank.begin_step(adapters.rows(num_rows))
+
+        def measured(step: Step) -> float:
+            return median_ms(captured(step).replay)
+
+        if base is None:
+            base = min(measured(model.step("base", low_rank, num_rows=num_rows)) for _ in range(2))
+            yield Figure(f"base_{num_rows}_rows_ms", base, "ms")
+            yield Figure(f"base_{num_rows}_rows_of_bandwidth", LLAMA_7B.base_bytes / (base / 1e3) / read_bandwidth(), "ratio")
+        floor = floor_ratio(LLAMA_7B, num_adapters=count, rank=rank) if num_rows <= 64 else None
+        yield Figure(
+            f"{count}_adapters_rank_{rank}_{num_rows}_rows_in_place",
+            measured(model.step("in_place", low_rank, num_rows=num_rows)) / base,
+            "ratio",
+            floor,
+        )
+        yield Figure(
+            f"{count}_adapters_rank_{rank}_{num_rows}_rows_first",
+            measured(model.step("first", low_rank, num_rows=num_rows)) / base,
+            "ratio",
+            floor,
+        )
+
+
+def load() -> Iterator[Figure]:
+    """An adapter's bytes from pinned memory, in one piece and by units, and what they do to the steps beside them."""
+    size = 16 * LLAMA_7B.rank_row_bytes
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(size, dtype=torch.uint8, device=_DEVICE)
+    plain = median_ms(lambda: target.copy_(host, non_blocking=True))
+    pieces = list(zip(host.split(_UNIT_BYTES), target.split(_UNIT_BYTES), strict=True))
+    by_units = median_ms(lambda: [to.copy_(of, non_blocking=True) for of, to in pieces])
+    yield Figure("pinned_copy_bandwidth", size / plain / 1e6, "GB/s")
+    yield Figure("by_units_of_pinned_copy", plain / by_units, "ratio")
+    adapters = build_adapters(LLAMA_7B, count=22, rank=16, device=_DEVICE)
+    low_rank = adapters.low_rank(max_rows=64)
+    low_rank.begin_step(adapters.rows(64))
+    replay = captured(BaseModel(LLAMA_7B, device=_DEVICE).step("in_place", low_rank, num_rows=64)).replay
+    yield Figure("step_p99_alone_ms", _p99(times_ms(replay, repeats=200)), "ms")
+    side = torch.cuda.Stream()
+
+    def beside_a_load() -> None:
+        with torch.cuda.stream(side):
+            target.copy_(host, non_blocking=True)
+        replay()
+
+    yield Figure("step_p99_beside_loads_ms", _p99(times_ms(beside_a_load, repeats=200)), "ms")
+
+
+def _p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]

@@ -1,0 +1,124 @@
+"""What of the check for a GPU can be tried without one: its runner, its floors, and its comparisons in the interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import gpu_parts
+from benchmarks.gpu_check import NO_DEVICE, PARTS, Figure, Outcome, Part, check, lines, run_part
+from benchmarks.gpu_world import BaseModel, build_adapters, error_over_bound
+from benchmarks.roofline import LLAMA_7B, Shapes, floor_ratio
+from tests.test_layers import DEVICE_LIBRARIES, import_watched
+
+TINY = Shapes(num_layers=1, hidden=64, kv=32, mlp=96, vocab=48)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_without_a_gpu_it_says_so_and_ends_with_a_status_of_its_own():
+    result = subprocess.run([sys.executable, "-m", "benchmarks.gpu_check"], capture_output=True, text=True, check=False)
+    assert result.returncode == NO_DEVICE
+    assert "no GPU" in result.stderr
+    assert result.stdout == ""
+
+
+def test_it_needs_no_library_that_a_bare_gpu_machine_lacks():
+    result = import_watched(
+        ["benchmarks.gpu_check", "benchmarks.gpu_parts"],
+        allowed=DEVICE_LIBRARIES,
+        packages=("benchmarks", "kernels", "veneer.errors"),
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_part_has_a_function_and_all_fit_in_six_minutes():
+    assert [part.name for part in PARTS if not callable(getattr(gpu_parts, part.name, None))] == []
+    assert sum(part.limit_s for part in PARTS) <= 360
+
+
+def script(tmp_path, text):
+    path = tmp_path / "part.py"
+    path.write_text(text)
+    return [sys.executable, str(path)]
+
+
+FOUND = """print('noise'); print('{"id": "a", "value": 2.0, "unit": "us", "floor": null}', flush=True)\n"""
+
+
+def test_a_part_gives_its_figures(tmp_path):
+    outcome = run_part(Part("a", 30, ""), command=script(tmp_path, FOUND))
+    assert (outcome.fault, outcome.figures) == ("", (Figure("a", 2.0, "us"),))
+
+
+def test_a_part_that_fails_keeps_what_it_found_before_and_says_why(tmp_path):
+    outcome = run_part(Part("a", 30, ""), command=script(tmp_path, FOUND + "assert False, 'an error is 3 times its bound'"))
+    assert outcome.fault == "AssertionError: an error is 3 times its bound"
+    assert len(outcome.figures) == 1
+
+
+def test_a_part_that_hangs_is_ended_and_keeps_what_it_found_before(tmp_path):
+    outcome = run_part(Part("a", 2, ""), command=script(tmp_path, FOUND + "import threading; threading.Event().wait()"))
+    assert outcome.fault == "took more than 2 s"
+    assert len(outcome.figures) == 1
+
+
+def test_after_each_part_everything_so_far_is_written(tmp_path):
+    path = tmp_path / "gpu.json"
+    outcomes = {"a": Outcome("a", 1.0, "broken", ()), "b": Outcome("b", 1.0, "", (Figure("x", 1.2, "ratio", 1.1),))}
+    parts = check([Part("a", 1, ""), Part("b", 1, "")], run=lambda part: outcomes[part.name], path=path)
+    written = [[one["part"] for one in json.loads(path.read_text())["outcomes"]] for _ in parts]
+    assert written == [["a"], ["a", "b"]]
+    assert lines(outcomes["a"]) == ["| a | failed | broken | | |"]
+    assert lines(outcomes["b"]) == ["| b | x | 1.2 | ratio | 1.100 |"]
+
+
+def test_the_floors_are_those_of_the_bytes():
+    assert LLAMA_7B.base_bytes == pytest.approx(13.21e9, rel=1e-3)
+    assert 16 * LLAMA_7B.rank_row_bytes == pytest.approx(79.95e6, rel=1e-3)
+    assert floor_ratio(LLAMA_7B, num_adapters=22, rank=16) == pytest.approx(1.133, abs=5e-4)
+    assert floor_ratio(LLAMA_7B, num_adapters=22, rank=16, context=256) == pytest.approx(1.081, abs=5e-4)
+
+
+def test_the_comparison_runs_in_the_interpreter():
+    figures = {figure.id: figure.value for figure in gpu_parts.correct(shapes=TINY, device="cpu", repeats=2, most_rows=16)}
+    assert 0 < figures["error_over_bound"] <= 1
+    assert figures["different_of_2_repeats"] == 0
+    assert figures["rows_changed_by_neighbours"] == 0
+
+
+def test_the_comparison_sees_an_error():
+    torch.manual_seed(0)
+    adapters = build_adapters(TINY, count=2, rank=8, device="cpu")
+    rows, site = adapters.rows(4), TINY.sites[1]
+    x, y = torch.randn(4, 64).bfloat16(), torch.randn(4, 64).bfloat16()
+    low_rank = adapters.low_rank(max_rows=4)
+    low_rank.begin_step(rows)
+    out = y.clone()
+    low_rank.add_(out, x, layer=0, site="o")
+    judged = {"adapters": adapters, "layer": 0, "site": site, "rows": rows}
+    assert error_over_bound(out, y, x, **judged) <= 1
+    assert error_over_bound(y, y, x, **judged) > 1
+    out[2, 3] = torch.nan
+    assert error_over_bound(out, y, x, **judged) > 1
+
+
+@pytest.mark.parametrize("form", ["in_place", "first"])
+def test_a_step_of_either_form_gives_what_the_other_gives(form):
+    torch.manual_seed(1)
+    adapters = build_adapters(TINY, count=2, rank=8, device="cpu")
+    low_rank = adapters.low_rank(max_rows=3)
+    low_rank.begin_step(adapters.rows(3))
+    model = BaseModel(TINY, device="cpu")
+    base = model.step("base", low_rank, num_rows=3)
+    base()
+    mixed = replace(base, form=form, y={site: torch.full_like(y, torch.nan) for site, y in base.y.items()})
+    mixed()
+    for site, y in base.y.items():
+        expected = y.clone()
+        low_rank.add_(expected, base.x[site], layer=0, site=site)
+        torch.testing.assert_close(mixed.y[site], expected, rtol=2**-6, atol=2**-8)
