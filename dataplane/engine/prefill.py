@@ -19,8 +19,9 @@ class Prefill:
     """Fills what a step has left with prompts. Owned by the scheduler.
 
     Who lacks something is passed over, but not for ever: past `max_passes` it becomes the barrier, which is tried first and
-    behind which nobody takes what it lacks (pages: nobody at all; rank rows or room in the arena: no other adapter, and the next
-    room in the arena is reserved for it). Who lacks its image is put aside until that has come; where its adapter starts later
+    behind which nobody takes what it lacks (pages: nobody starts at all; rank rows or room in the arena: no other adapter, and
+    the next room in the arena is reserved for it). Prompts that have begun go on in any case: they hold their pages, and free
+    them at their end only. Who lacks its image is put aside until that has come; where its adapter starts later
     in the prompt, the pages before are computed first, by the base, and kept in the cache. Meanwhile it holds neither seat nor
     pages, so that no load is ever waited for with them.
     """
@@ -31,7 +32,7 @@ class Prefill:
         self._seating = seating
         self._leases = leases
         self._barrier: Sequence | None = None
-        self._passed: list[tuple[Sequence, Lack]] = []
+        self._passed: dict[Sequence, Lack] = {}
 
     def wake(self) -> None:
         """Lets requests be tried again whose adapter came, or of each tenant the first that cannot come for lack of room."""
@@ -49,7 +50,7 @@ class Prefill:
     def fill(self, draft: Draft, favoured: list[Sequence]) -> None:
         """Goes on with prompts and starts waiting ones, `favoured` first, while budget, seats, pages and adapters allow."""
         first = self._begin(favoured)
-        has_admitted = False
+        has_admitted = is_shut = False
         seats = self._seating.seats
         for sequence in itertools.chain(first, self._tenants.in_order(seats, max_scan=self._limits.max_scan)):
             if not draft.budget:
@@ -58,7 +59,7 @@ class Prefill:
                 if sequence.is_unfinished and not sequence.preempting and (count := draft.room_for(sequence)):
                     draft.add(sequence, count)
                 continue
-            if sequence.phase is Phase.ENDED or sequence.paused or not seats:
+            if sequence.phase is Phase.ENDED or sequence.paused or is_shut or not seats:
                 continue
             lack = self._lack(sequence, draft)
             if lack is None:
@@ -71,24 +72,23 @@ class Prefill:
                     self._tenants.park(sequence)
             elif lack is not Lack.TURN:
                 self._pass_over(sequence, lack)
-                if self._barrier is sequence and lack is Lack.PAGES:
-                    break
+                is_shut = self._barrier is sequence and lack is Lack.PAGES
         if has_admitted:
-            for sequence, _ in self._passed:
+            for sequence in self._passed:
                 sequence.passes += 1
 
     def count_lacking(self) -> dict[str, int]:
         """Returns how many of those that the last step passed over lack what."""
         counts = {lack.value: 0 for lack in (Lack.PAGES, Lack.RANK_ROWS, Lack.ARENA)}
-        for sequence, lack in self._passed:
+        for sequence, lack in self._passed.items():
             counts[lack.value] += sequence.phase is Phase.WAITING and not sequence.is_parked and not sequence.paused
         return counts
 
     def _begin(self, favoured: list[Sequence]) -> list[Sequence]:
         """Forgets what the last step found; returns who is tried first."""
-        for sequence, _ in self._passed:
+        for sequence in self._passed:
             sequence.account.lacks = None
-        self._passed = []
+        self._passed = {}
         barrier, self._barrier = self._barrier, None
         if barrier is None or barrier.phase is not Phase.WAITING or barrier in favoured:
             return favoured
@@ -97,7 +97,7 @@ class Prefill:
     def _pass_over(self, sequence: Sequence, lack: Lack) -> None:
         if sequence.account.lacks is None:
             sequence.account.lacks = lack
-        self._passed.append((sequence, lack))
+        self._passed[sequence] = lack
         if sequence.passes >= self._limits.max_passes:
             self._barrier = sequence
             if lack is Lack.ARENA and sequence.submit.version is not None:

@@ -55,6 +55,17 @@ def test_a_long_prompt_that_lacks_pages_is_passed_only_so_often() -> None:
     assert list(loop.finished).index("long") < 15
 
 
+def test_a_prompt_that_has_begun_goes_on_behind_one_that_lacks_pages() -> None:
+    scheduler = make(num_pages=8, max_passes=1, max_step_tokens=4)
+    loop = Loop(scheduler)
+    scheduler.add(submit("first", 2, max_tokens=2), 0.0)
+    loop.turn()
+    scheduler.add(submit("large", 27, max_tokens=1, tenant="u"), 0.0)
+    scheduler.add(submit("begun", 20, max_tokens=1, tenant="v"), 0.0)
+    loop.run()
+    assert list(loop.finished) == ["first", "begun", "large"]
+
+
 def test_a_flooding_tenant_leaves_the_others_their_share() -> None:
     scheduler = make(max_sequences=2, num_pages=64)
     loop = Loop(scheduler)
