@@ -16,7 +16,7 @@ from dataplane.engine.grammar import GrammarCompiler, Grammars
 from dataplane.engine.intake import Arrival, Intake
 from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.limits import Limits, Prices
-from dataplane.engine.memory import available_bytes, check_fits, plan_memory
+from dataplane.engine.memory import available_bytes, check_fits, huge_pages_line, plan_memory
 from dataplane.engine.messages import (
     Abort,
     Command,
@@ -101,7 +101,7 @@ class Engine:
         self._steps = self._generated = self._mixed_steps = 0
         self._max_adapters = self._max_rows = 0
         self._device_hits = self._host_hits = self._store_loads = 0
-        lines = (*memory.lines(available), f"CPU form        {self._runner.form}")
+        lines = (*memory.lines(available), huge_pages_line(), f"CPU form        {self._runner.form}")
         self.ready = Ready(lines, memory.max_context, model.vocab_size)
 
     def send(self, command: Command) -> None:

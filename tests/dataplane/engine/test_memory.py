@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dataplane.engine import memory
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.forms import find_native
-from dataplane.engine.memory import DoesNotFitError, available_bytes, check_fits, plan_memory
+from dataplane.engine.memory import DoesNotFitError, available_bytes, check_fits, huge_pages_line, plan_memory
 from kernels.native import Native
 
 Make = Callable[..., EngineConfig]
@@ -56,6 +58,14 @@ def test_the_plan_counts_what_the_chosen_form_gathers(tiny_config: Make, plain: 
     if isinstance(find_native(tiny_config(), plain.config), Native):
         assert workspace() == workspace(arena_bytes=0) + 32 * 3 * 64 * 4
         assert least - workspace(arena_bytes=0) == 2 * 16 * page
+
+
+def test_huge_pages_are_counted_where_the_kernel_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rollup = tmp_path / "smaps_rollup"
+    monkeypatch.setattr(memory, "_ROLLUP", rollup)
+    assert huge_pages_line() == "huge pages      unknown"
+    rollup.write_text("Rss:   3000 kB\nAnonymous:    2048 kB\nAnonHugePages:    1024 kB\n")
+    assert huge_pages_line() == "huge pages             1.0 MiB  of 2.0 MiB held so far"
 
 
 def test_the_machine_says_what_it_has() -> None:
