@@ -22,8 +22,8 @@ class Memory:
         self._numbers = torch.frombuffer(self._pages, dtype=torch.int32)
         torch.arange(len(self._numbers), out=self._numbers)  # pages that nobody wrote are all the same one
 
-    def bytes_per_s(self, *, repeats: int = 3) -> float:
-        """Returns the best speed of some passes; the largest number is all that is asked, so that nothing else takes time."""
+    def bytes_per_s(self, *, repeats: int = 30) -> float:
+        """Returns the best speed of many passes: a disturbed one would flatter what is divided by it. Only the largest is asked for."""
         taken = []
         for _ in range(repeats):
             start = time.perf_counter()
