@@ -23,7 +23,7 @@ class Memory:
         torch.arange(len(self._numbers), out=self._numbers)  # pages that nobody wrote are all the same one
 
     def bytes_per_s(self, *, repeats: int = 30) -> float:
-        """Returns the best speed of many passes: a disturbed one would flatter what is divided by it. Only the largest is asked for."""
+        """Returns the best speed of many passes, each of which finds the largest number: a slow one would flatter adapters."""
         taken = []
         for _ in range(repeats):
             start = time.perf_counter()
