@@ -69,6 +69,10 @@ class _Resident:
     def excess_of(self, _tenant: str) -> float:
         return 0.0
 
+    def yields(self, holder: str, *, version: str, loader: str) -> bool:
+        del holder, version, loader
+        return False
+
 
 class _Requests:
     """Mixed requests without end: tenants, adapters and none, short and long prompts, half with a tenant's own beginning."""

@@ -107,6 +107,10 @@ class DeviceAdapters:
         """See `Residency.excess_of`."""
         return self.residency.excess_of(tenant)
 
+    def yields(self, holder: str, *, version: str, loader: str) -> bool:
+        """See `Residency.yields`."""
+        return self.residency.yields(holder, version=version, loader=loader)
+
     def arrived(self) -> dict[str, int]:
         """Returns the versions that may have come to the device since the last call, with the bytes that were copied."""
         arrived, self._arrived = self._arrived, {}

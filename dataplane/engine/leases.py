@@ -37,6 +37,9 @@ class Adapters(Protocol):
     def excess_of(self, tenant: str) -> float:
         """Returns by how much a tenant's adapters take more of the arena than its share; below 0 it may have more."""
 
+    def yields(self, holder: str, *, version: str, loader: str) -> bool:
+        """Whether a tenant holds so much more of the arena than its share that it gives way to another's load of a version."""
+
 
 class Leases:
     """Takes and gives back leases of sequences. Owned by the scheduler.
@@ -127,3 +130,7 @@ class Leases:
     def excess_of(self, tenant: str) -> float:
         """Returns by how much a tenant's adapters take more of the arena than its share; below 0 it may have more."""
         return self._adapters.excess_of(tenant)
+
+    def yields(self, holder: str, *, version: str, loader: str) -> bool:
+        """Whether a tenant holds so much more of the arena than its share that it gives way to another's load of a version."""
+        return self._adapters.yields(holder, version=version, loader=loader)

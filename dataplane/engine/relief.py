@@ -123,20 +123,20 @@ class Relief:
 
     def _make_room_in_arena(self, account: Account, take_lease: Callable[[Sequence], None]) -> None:
         """Takes one adapter off the device, with the leases on it, and keeps its room for what a tenant waits for."""
-        victims = self._arena_victims(account)
-        if not victims or victims[0].lease is None:
-            return
         waiting = (one.submit.version for one in itertools.chain(account.returning, account.waiting) if one.lease is None)
         starved = next((version for version in waiting if version is not None and self._leases.is_starved(version)), None)
         if starved is None:
+            return
+        victims = self._arena_victims(account, starved)
+        if not victims or victims[0].lease is None:
             return
         self._leases.reserve(starved)
         self._leases.evict(victims[0].lease.version)
         for sequence in victims:
             take_lease(sequence)
 
-    def _arena_victims(self, beneficiary: Account) -> list[Sequence]:
-        """Returns who must give leases back so that a copy of the tenant most above its share of the arena can go.
+    def _arena_victims(self, beneficiary: Account, version: str) -> list[Sequence]:
+        """Returns who must give leases back so that a version of the tenant most above its share can go for another.
 
         They are all that use the version of its newest request; the version of its oldest one stays, and one that another
         tenant uses too, since taking that would free nothing.
@@ -144,7 +144,8 @@ class Relief:
         above = [
             (excess / account.weight, account)
             for account in self._tenants.active
-            if account is not beneficiary and (excess := self._leases.excess_of(account.name)) > 0
+            if (excess := self._leases.excess_of(account.name)) > 0
+            and self._leases.yields(account.name, version=version, loader=beneficiary.name)
         ]
         for _, account in sorted(above, key=lambda entry: -entry[0]):
             holders = [one for one in (*account.running, *account.returning) if one.phase is not Phase.ENDED]
@@ -153,8 +154,8 @@ class Relief:
             for sequence in holders:
                 if sequence.lease is not None:
                     users.setdefault(sequence.lease.version, []).append(sequence)
-            for version, sequences in users.items():
-                if sequences[-1] is not holders[-1] and len(sequences) == self._leases.active[version]:
+            for used, sequences in users.items():
+                if sequences[-1] is not holders[-1] and len(sequences) == self._leases.active[used]:
                     return sequences
         return []
 

@@ -226,6 +226,14 @@ class Residency:
         with self._lock:
             return self._shares.excess(tenant) if self._shares.has(tenant) else 0.0
 
+    def yields(self, holder: str, *, version: str, loader: str) -> bool:
+        """Whether a tenant is so far above its share that it gives way to another's load of a version; see `Shares.yields`."""
+        with self._lock:
+            entry = self._entries.get(version)
+            if entry is None or not self._shares.has(loader):
+                return False
+            return self._shares.yields(holder, loader=loader, more=self._units.needed(entry.blocks))
+
     def wanted(self) -> tuple[str, ...]:
         """Returns the versions that were missed and not loaded since, first missed first."""
         with self._lock:
@@ -315,7 +323,7 @@ class Residency:
         extents = units.take(entry.blocks) if self._free_slots else None
         victims: list[_Entry] = []
         if extents is None:
-            idle = self._idle_copies(want)
+            idle = self._idle_copies(want, needed)
             if units.free + sum(copy.num_units for copy in idle) < needed:
                 return None
             for victim in self._shares.in_order(idle, loader=want.tenant, more=needed):
@@ -337,10 +345,9 @@ class Residency:
         self._shares.charge(entry.tenant, entry.num_units)
         return LoadPlan(entry.version, entry.slot, extents, evicted)
 
-    def _idle_copies(self, want: _Want) -> list[_Entry]:
+    def _idle_copies(self, want: _Want, needed: int) -> list[_Entry]:
         """Returns the copies that may make room for a wanted version, least recently used first."""
         is_due = want.passed_over >= self._max_passed_over
-        is_below = self._shares.excess(want.tenant) < 0
         idle = [
             copy
             for copy in self._entries.values()
@@ -350,7 +357,7 @@ class Residency:
                 not copy.awaited
                 or copy.served >= self._quantum_tokens
                 or is_due
-                or (is_below and self._shares.is_above(copy.tenant))
+                or self._shares.yields(copy.tenant, loader=want.tenant, more=needed)
             )
         ]
         return sorted(idle, key=lambda copy: copy.used_at)

@@ -81,9 +81,15 @@ class Shares:
         """Whether a tenant has a share."""
         return tenant in self._weights
 
-    def is_above(self, tenant: str) -> bool:
-        """Whether a tenant has a share and holds more."""
-        return self.has(tenant) and self.excess(tenant) > 0
+    def yields(self, holder: str, *, loader: str, more: int) -> bool:
+        """Whether a tenant above its share gives way to one below: only if that one, after its load, is above by less.
+
+        So no two tenants take each other's place in turn.
+        """
+        if not self.has(holder) or self.excess(loader) >= 0:
+            return False
+        above = self.excess(holder) / self._weights[holder]
+        return above > max(0.0, self.excess(loader, more=more) / self._weights[loader])
 
     def in_order(self, copies: Iterable[C], *, loader: str, more: int) -> Iterator[C]:
         """Yields copies in the order in which they go: of the tenant most above its share first, of one tenant in their order.

@@ -64,6 +64,9 @@ class FakeAdapters:
     def evict(self, version: str) -> None:
         self.resident.discard(version)
 
+    def yields(self, holder: str, *, version: str, loader: str) -> bool:
+        return self.excess_of(holder) > 0 > self.excess_of(loader)
+
     def excess_of(self, tenant: str) -> float:
         held = len({version for lease, version in self.leases.items() if self.users[lease] == tenant})
         return held - self.num_slots * self.weights.get(tenant, 1) / sum(self.weights.values())
@@ -268,6 +271,7 @@ class ArenaAdapters:
         self.acquire, self.want = self.residency.acquire, self.residency.want
         self.release, self.withdraw = self.residency.release, self.residency.withdraw
         self.reserve, self.evict, self.excess_of = self.residency.reserve, self.residency.evict, self.residency.excess_of
+        self.yields = self.residency.yields
         for version, units in versions.items():
             self.residency.stage(version, rank=int(version.split("r")[1]), blocks=[1] * units)
         self._loading: LoadPlan | None = None

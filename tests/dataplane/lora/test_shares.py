@@ -66,7 +66,8 @@ def test_a_tenant_that_asks_for_nothing_has_no_share_and_keeps_none_from_others(
     shares.charge("x", 6)
     shares.charge("idle", 4)
     assert shares.excess("x") == -1.5
-    assert shares.is_above("y") is shares.is_above("idle") is False
+    assert not shares.yields("y", loader="x", more=1)
+    assert not shares.yields("idle", loader="x", more=1), "what it left goes by recency"
     shares.disclaim("y")
     assert shares.excess("x") == -4
     assert not shares.has("y")
@@ -82,3 +83,24 @@ def test_where_slots_are_scarce_a_copy_counts_as_its_slots_part() -> None:
     assert (shares.excess("x"), shares.excess("y")) == (2 * 4 - 6, 7 - 6)
     shares.discharge("x", 2)
     assert (shares.excess("x"), shares.excess("x", more=5)) == (-2, 3)
+
+
+@given(
+    held=st.tuples(st.integers(0, 12), st.integers(0, 12)),
+    sizes=st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    weights=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
+def test_no_two_tenants_take_each_others_place_in_turn(
+    held: tuple[int, int], sizes: tuple[int, int], weights: tuple[int, int]
+) -> None:
+    shares = Shares(12, num_slots=12)
+    for tenant, units, weight in zip("xy", held, weights, strict=True):
+        shares.claim(tenant, weight=weight)
+        for _ in range(units):
+            shares.charge(tenant, 1)
+    if not shares.yields("x", loader="y", more=sizes[1]):
+        return
+    for _ in range(min(sizes[0], held[0])):
+        shares.discharge("x", 1)
+    shares.charge("y", sizes[1])
+    assert not shares.yields("y", loader="x", more=sizes[0])
