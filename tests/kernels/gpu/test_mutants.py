@@ -149,6 +149,7 @@ def far_offsets(judge, gpu_world, rank_rows, gpu_sites):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 class TestMutants:
     """Planted faults."""
