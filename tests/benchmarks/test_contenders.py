@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from benchmarks.adapters import write_adapter
-from benchmarks.breakdown import decode_parts
+from benchmarks.breakdown import prefill_parts
 from benchmarks.contenders.process import Process, Setup
 from benchmarks.models import adapter_bytes, write_random_llama
 from benchmarks.workload import AdapterKey, Run, Workload, agreement
@@ -80,7 +80,7 @@ def test_the_bare_loop_generates_what_the_engine_does(setup: Setup, ours: Run) -
 
 def test_a_profile_names_every_part_of_a_step(setup: Setup) -> None:
     with Process("profile", setup) as profile:
-        parts = decode_parts(profile, Workload(6, 2, 28, VOCAB, adapters=3, rank=4))
+        parts = prefill_parts(profile, MIXED)
     for part in ("products", "head", "attention", "adapters", "norms, rotation, activation", "sample", "schedule"):
         assert parts[part] > 0, part
     assert parts["all"] == pytest.approx(sum(number for part, number in parts.items() if part != "all"))

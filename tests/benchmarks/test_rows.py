@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.breakdown import with_speeds
+from benchmarks.breakdown import decode_parts, with_speeds
 from benchmarks.peers import Match, compare, matches
 from benchmarks.report import Row, judge
 from benchmarks.rounds import prefill_s
@@ -72,6 +72,22 @@ def test_streams_are_divided_by_the_engines_own_client() -> None:
     assert found["grpc_itl_p99"] == pytest.approx(1.2)
     assert found["tokens_per_message"] == 1.25
     assert found["grpc_cpu_ms_per_token"] == 0.2
+
+
+class Profiled:
+    """Takes 2 s for products at the prefill and 0.5 s more for every further token."""
+
+    def run(self, workload: Workload) -> Run:
+        products = 2.0 + 0.5 * (workload.output_tokens - 1)
+        extra = {"products": products, "run": products + 0.25 * workload.output_tokens}
+        return Run(1.0, [[0] * workload.output_tokens], extra=extra)
+
+
+def test_a_decode_step_is_what_more_tokens_take() -> None:
+    parts = decode_parts(Profiled(), Workload(1, 4, 28, 100))
+    assert parts["products"] == pytest.approx(500.0)
+    assert parts["rest"] == pytest.approx(250.0)
+    assert parts["all"] == pytest.approx(750.0)
 
 
 def test_a_breakdown_says_how_fast_the_products_compute_and_read() -> None:
