@@ -129,11 +129,12 @@ class Load:
         def is_over() -> bool:
             return len(self.ledger.asked) >= requests and asyncio.get_running_loop().time() >= end
 
-        meddling = asyncio.create_task(self._meddle())
-        async with asyncio.timeout(seconds + 300):  # far more than it takes, since the machine may be busy
-            await asyncio.gather(*(self._work(is_over) for _ in range(num_workers)))
-        meddling.cancel()
-        await asyncio.wait([meddling])
+        try:
+            async with asyncio.timeout(seconds + 300):  # far more than it takes, since the machine may be busy
+                await asyncio.gather(self._meddle(is_over), *(self._work(is_over) for _ in range(num_workers)))
+        except TimeoutError as error:
+            open_ = [submit for name, submit in self.ledger.asked.items() if name not in self.ledger.ends]
+            raise AssertionError(f"never ended, in {await self._client.state()}: {open_}") from error
         for handle in self._later:
             handle.cancel()
 
@@ -279,9 +280,9 @@ class Load:
         finally:
             await stream.close()
 
-    async def _meddle(self) -> None:
+    async def _meddle(self, is_over: Callable[[], bool]) -> None:
         """Takes versions away at random; who waits for one gets it again."""
-        while True:
+        while not is_over():
             await asyncio.sleep(self._random.choice([0.0, 0.01, 0.05]))
             version = self._random.choice(list(GOOD))
             self._client.unstage(version, drop_device=self._random.random() < 0.5)
