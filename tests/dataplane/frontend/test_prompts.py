@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, processors
 
 from dataplane.frontend.prompts import ChatPrompt, Prompt, Prompts, TextPrompt, TokenPrompt
 from dataplane.frontend.tokenizer import TokenizerError
@@ -116,3 +117,22 @@ def test_a_template_file_beside_the_config_wins(model_dir: Path) -> None:
 def test_a_tokenizer_larger_than_the_model_is_refused(model_dir: Path) -> None:
     with pytest.raises(TokenizerError, match="the model only 100"):
         Prompts(model_dir, max_context=16, vocab_size=100)
+
+
+@pytest.mark.parametrize("writes_it", [True, False])
+async def test_the_token_that_begins_a_text_stands_there_once(model_dir: Path, *, writes_it: bool) -> None:
+    """A tokenizer that puts it before every text, and a template that may write it too."""
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", tokenizer.token_to_id("<|im_start|>"))]
+    )
+    tokenizer.save(str(model_dir / "tokenizer.json"))
+    template = ("{{ bos_token }}" if writes_it else "") + "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "bos_token": "<|im_start|>"}))
+    prompts = Prompts(model_dir, max_context=64, vocab_size=500, num_threads=1)
+    begin = tokenizer.token_to_id("<|im_start|>")
+    text = (await prompts.prepare(TextPrompt("the fox"), max_tokens=1)).ids
+    chat = (await prompts.prepare(ChatPrompt((("user", "the fox"),)), max_tokens=1)).ids
+    prompts.close()
+    assert (text[0], text.count(begin)) == (begin, 1)
+    assert chat == (text if writes_it else text[1:]), "a conversation has what its template writes, and nothing besides"
