@@ -335,6 +335,7 @@ def _engine_config(settings: Settings, base_digest: str) -> EngineConfig:
         device=settings.device,
         dtype=settings.dtype,
         cpu_form=settings.cpu_form,
+        stepping=settings.stepping,
         batch_invariant=settings.batch_invariant,
         num_threads=settings.num_threads,
         max_sequences=settings.max_sequences,

@@ -20,6 +20,7 @@ class Settings(BaseSettings):
         model_dir: Hugging Face folder of the base model.
         device: `cpu`, or a torch device name.
         dtype: Weights, activations, adapters and KV cache.
+        stepping: `overlapped` (a step is planned while the one before runs), `serial`, or `auto`: what is faster on the device.
         cpu_form: `native` (built on first use, where a C++ compiler is), `torch`, or `auto`: native where it can be had.
         batch_invariant: Equal requests give equal bits whatever runs beside them, at some cost (docs/invariance.md).
         num_threads: Threads of the math library; 0 leaves its own choice.
@@ -80,6 +81,7 @@ class Settings(BaseSettings):
     device: str = "cpu"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     cpu_form: Literal["auto", "native", "torch"] = "auto"
+    stepping: Literal["auto", "serial", "overlapped"] = "auto"
     batch_invariant: bool = False
     num_threads: Annotated[int, Field(ge=0, le=1024)] = 0
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64

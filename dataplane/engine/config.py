@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from veneer.errors import InvalidArgumentError, Violation
 
-_CHOICES = {"dtype": ("float32", "bfloat16", "float16"), "device": ("cpu",), "cpu_form": ("auto", "native", "torch")}
+_CHOICES = {
+    "dtype": ("float32", "bfloat16", "float16"),
+    "device": ("cpu",),
+    "cpu_form": ("auto", "native", "torch"),
+    "stepping": ("auto", "serial", "overlapped"),
+}
 _AT_LEAST_ONE = (
     "max_sequences",
     "max_step_tokens",
@@ -42,6 +47,7 @@ class EngineConfig:
         dtype: Weights, activations and KV cache: float32, bfloat16 or float16.
         cpu_form: `native` (kernels/cpu.cpp, built where a compiler is), `torch`, or `auto`: native where it can be had.
         batch_invariant: Bits of logits and tokens depend on the request alone, not on what runs beside it (docs/invariance.md).
+        stepping: `overlapped` (a step is planned while the one before runs), `serial`, or `auto`: what is faster on the device.
         num_threads: Threads of the math library; 0 leaves its own choice.
         max_sequences: Sequences that run at the same time.
         max_step_tokens: Rows of one step; at least `max_sequences`.
@@ -69,6 +75,7 @@ class EngineConfig:
     dtype: str = "bfloat16"
     cpu_form: str = "auto"
     batch_invariant: bool = False
+    stepping: str = "auto"
     num_threads: int = 0
     max_sequences: int = 64
     max_step_tokens: int = 512
@@ -119,6 +126,11 @@ class EngineConfig:
             )
         if faults:
             raise InvalidArgumentError.of(faults)
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """Whether a step is planned while the one before it runs."""
+        return self.stepping == "overlapped" or (self.stepping == "auto" and self.device != "cpu")
 
     def to_json(self) -> str:
         """Returns one line of JSON."""

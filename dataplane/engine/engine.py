@@ -35,10 +35,11 @@ from dataplane.engine.messages import (
     Tokens,
     Unstage,
 )
-from dataplane.engine.plan import Plan, TokenMask
+from dataplane.engine.plan import Plan, Result, TokenMask
 from dataplane.engine.queue_times import QueueTimes
 from dataplane.engine.runner import Runner
 from dataplane.engine.scheduler import Scheduler
+from dataplane.engine.stepping import OverlappedStepping, SerialStepping, Stepping
 from dataplane.engine.stopwatch import Stopwatch
 from dataplane.model.config import read_config
 from veneer.errors import VeneerError
@@ -78,6 +79,8 @@ class Engine:
         self._wake = threading.Event()
         self._inbox: queue.SimpleQueue[Command | Arrival] = queue.SimpleQueue()
         self._runner = Runner(config, model, memory)
+        overlaps = config.overlaps_steps
+        self._stepping: Stepping = (OverlappedStepping if overlaps else SerialStepping)(self._run_step)
         self._adapters = DeviceAdapters(config, self._runner.arena, wake=self._wake)
         self._pool = PagePool(memory.num_pages, config.page_size)
         limits = Limits(
@@ -101,7 +104,9 @@ class Engine:
         self._steps = self._generated = self._mixed_steps = 0
         self._max_adapters = self._max_rows = 0
         self._device_hits = self._host_hits = self._store_loads = 0
-        lines = (*memory.lines(available), huge_pages_line(), f"CPU form        {self._runner.form}")
+        how = "each planned while the one before runs" if overlaps else "one after the other"
+        form = self._runner.form
+        lines = (*memory.lines(available), huge_pages_line(), f"CPU form        {form}", f"steps           {how}")
         self.ready = Ready(lines, memory.max_context, model.vocab_size)
 
     def send(self, command: Command) -> None:
@@ -114,8 +119,7 @@ class Engine:
         message = "the engine stops"
         try:
             self._emit((self.ready,))
-            while not self._stopping:
-                self._turn()
+            self._stepping.drive(self._loop)
         except BaseException as error:
             message = f"the engine failed: {type(error).__name__}"
             raise
@@ -124,11 +128,18 @@ class Engine:
             self._grammars.stop()
             self._adapters.stop()
 
+    def _run_step(self, plan: Plan) -> list[Result]:
+        return self._runner.run(plan)
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            self._turn()
+
     def _request_ids(self) -> tuple[str, ...]:
         return (*self._scheduler.request_ids, *self._grammars.request_ids)
 
     def _turn(self) -> None:
-        """One turn: commands, adapters, deadlines, one step; or a wait for the first of those."""
+        """One turn: commands, adapters, deadlines, a plan, and what came of a step; or a wait for the first of those."""
         self._watch.start()
         self._wake.clear()
         events: list[Event] = []
@@ -147,14 +158,15 @@ class Engine:
         events += self._scheduler.expire(time.monotonic())
         self._watch.lap("receive")
         plan = self._scheduler.schedule()
+        has_step = plan is not None and plan.num_tokens > 0
         self._queue_times.observe(self._scheduler.take_admitted(), time.monotonic())
         self._watch.lap("schedule")
-        if plan is not None and plan.num_tokens:
+        if plan is not None and has_step:
             self._count(plan)
-            started = time.monotonic()
-            tokens = self._runner.run(plan)
-            self._watch.lap("run")
-            outcome = self._scheduler.commit(plan, tokens, seconds=time.monotonic() - started)
+        done = self._stepping.turn(plan if has_step else None)
+        self._watch.lap("run")
+        if done is not None:
+            outcome = self._scheduler.commit(done.plan, done.results, seconds=done.seconds)
             self._generated += len(outcome.deltas)
             if outcome.deltas:
                 events.append(Tokens(outcome.deltas))
@@ -164,7 +176,7 @@ class Engine:
         if events:
             self._emit(events)
             self._watch.lap("emit")
-        if plan is None or not plan.num_tokens:
+        if not has_step and done is None:
             deadline = self._scheduler.next_deadline
             timeout = _IDLE_S if deadline is None else min(_IDLE_S, max(0.0, deadline - time.monotonic()))
             if not self._stopping:

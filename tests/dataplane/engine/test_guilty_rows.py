@@ -51,11 +51,12 @@ async def read(client: EngineClient, request: Submit) -> tuple[list[int], Veneer
     return ids, None
 
 
-@pytest.fixture(params=[False, True], ids=["together", "row by row"])
+@pytest.fixture(params=[(False, "serial"), (True, "serial"), (False, "overlapped")], ids=["together", "row by row", "overlapped"])
 async def client(spoken_dir: Path, request: pytest.FixtureRequest) -> AsyncIterator[EngineClient]:
+    batch_invariant, stepping = request.param
     config = EngineConfig(
         model_dir=str(spoken_dir), dtype="float32", num_threads=1, max_sequences=12, max_step_tokens=64, kv_bytes=1 << 20,
-        arena_bytes=0, max_slots=1, batch_invariant=request.param,
+        arena_bytes=0, max_slots=1, batch_invariant=batch_invariant, stepping=stepping,
     )  # fmt: skip
     started = await EngineClient.start(config, in_process=True)
     yield started
