@@ -39,7 +39,14 @@ INLINE floats all(float v) { return floats{v, v, v, v, v, v, v, v, v, v, v, v, v
 INLINE words all_words(uint32_t v) { return words{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v}; }
 INLINE ints lanes() { return ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
-INLINE floats widen(halves v) { return as<floats>(__builtin_convertvector(v, words) << 16); }
+INLINE words widen_words(halves v) {
+#if defined(__AVX512F__)
+  return as<words>(_mm512_cvtepu16_epi32(as<__m256i>(v)));  // compilers make four instructions of the other form
+#else
+  return __builtin_convertvector(v, words);
+#endif
+}
+INLINE floats widen(halves v) { return as<floats>(widen_words(v) << 16); }
 
 INLINE halves narrow(floats v) {  // to nearest, ties to even
 #if defined(__AVX512BF16__)
@@ -155,7 +162,7 @@ struct Words<bf16> {
     pairs[1] = (rows[0] >> 16) | (rows[1] & 0xffff0000u);
   }
   static INLINE words join(const floats *parts) {
-    return __builtin_convertvector(narrow(parts[0]), words) | __builtin_convertvector(narrow(parts[1]), words) << 16;
+    return widen_words(narrow(parts[0])) | widen_words(narrow(parts[1])) << 16;
   }
 };
 template <>
