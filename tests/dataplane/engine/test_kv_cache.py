@@ -114,10 +114,12 @@ def test_a_weight_widens_a_share() -> None:
     assert len(pool.find([b"y%d" % index for index in range(4)])) == 3
 
 
-def test_among_tenants_within_their_shares_the_oldest_page_goes() -> None:
+@pytest.mark.parametrize("older", ["x", "y"])
+def test_among_tenants_within_their_shares_the_oldest_page_goes(older: str) -> None:
+    younger = {"x": "y", "y": "x"}[older]
     pool = PagePool(4, page_size=4)
-    first, second = named(pool, 2, "x", "x"), named(pool, 2, "y", "y")
-    pool.take(1, "y")
+    first, second = named(pool, 2, older, older), named(pool, 2, younger, younger)
+    pool.take(1, younger)
     assert (len(pool.find(first)), len(pool.find(second))) == (1, 2)
 
 
