@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from dataplane.lora.holdings import Counters, Evicted, Holding, LoadPlan, Place
+from dataplane.lora.entries import Entry, Want
+from dataplane.lora.holdings import Counters, Evicted, Holding, LoadPlan
 from dataplane.lora.shares import Shares
-from dataplane.lora.units import Extent, Units
+from dataplane.lora.units import Units
 from veneer.errors import ResourceExhaustedError
 
 
@@ -33,44 +34,6 @@ class Lease:
     slot: int
     rank: int
     epoch: int
-
-
-@dataclass(slots=True)
-class _Entry:
-    version: str
-    rank: int = 0
-    blocks: tuple[int, ...] = ()
-    in_host: bool = False
-    place: Place = "host"
-    slot: int = -1
-    extents: tuple[Extent, ...] = ()
-    epoch: int = 0
-    leases: dict[int, str] = field(default_factory=dict)
-    """Tenants by the number of their lease."""
-    tenant: str = ""
-    """Who pays for the copy: the tenant that asked for it, then whoever used it last."""
-    used_at: int = 0
-    served: int = 0
-    """Tokens served since it was loaded."""
-    awaited: bool = False
-    """Requests that have no lease yet wait for it."""
-    dropped: bool = False
-    """To be freed as soon as nobody needs it."""
-    leaving: bool = False
-    """The same, but it may be loaded again."""
-
-    @property
-    def num_units(self) -> int:
-        """Units that its copy takes."""
-        return sum(extent.num_units for extent in self.extents)
-
-
-@dataclass(slots=True)
-class _Want:
-    tenant: str
-    """Who asked first."""
-    passed_over: int = 0
-    """Loads that went first although this one was asked for before them."""
 
 
 class Residency:
@@ -99,8 +62,8 @@ class Residency:
         self._lock = threading.Lock()
         self._units = Units(num_units, unit_bytes=unit_bytes)
         self._free_slots = list(range(max_slots - 1, -1, -1))
-        self._entries: dict[str, _Entry] = {}
-        self._wants: dict[str, _Want] = {}
+        self._entries: dict[str, Entry] = {}
+        self._wants: dict[str, Want] = {}
         self._shares = Shares(num_units, num_slots=max_slots)
         self._max_passed_over = max_passed_over
         self._quantum_tokens = quantum_tokens
@@ -124,7 +87,7 @@ class Residency:
             needed = self._units.needed(blocks)
             if needed > self._units.num_units:
                 raise DoesNotFitError(f"adapter image needs {needed} units, the arena has {self._units.num_units}")
-            entry = self._entries.setdefault(version, _Entry(version))
+            entry = self._entries.setdefault(version, Entry(version))
             entry.in_host, entry.dropped = True, False
             if entry.place == "host":
                 entry.rank, entry.blocks = rank, tuple(blocks)
@@ -253,9 +216,15 @@ class Residency:
             waiting = [version for version in self._wants if self._is_loadable(version)]
             due = [version for version in waiting if self._is_due(version)]
             order = due[:1] or sorted(waiting, key=lambda version: self._shares.load(self._wants[version].tenant))
+            no_room: set[tuple[str, tuple[int, ...]]] = set()  # hundreds may wait, and most are alike
             for version in order:
-                plan = self._plan(self._entries[version], self._wants[version])
-                if plan is not None:
+                entry, want = self._entries[version], self._wants[version]
+                if (want.tenant, entry.blocks) in no_room:
+                    continue
+                plan = self._plan(entry, want)
+                if plan is None:
+                    no_room.add((want.tenant, entry.blocks))
+                else:
                     for earlier in waiting[: waiting.index(version)]:
                         self._wants[earlier].passed_over += 1
                     return plan
@@ -317,11 +286,11 @@ class Residency:
         with self._lock:
             return self._units.num_units - self._units.free
 
-    def _plan(self, entry: _Entry, want: _Want) -> LoadPlan | None:
+    def _plan(self, entry: Entry, want: Want) -> LoadPlan | None:
         """Takes a slot and units for a load, evicting until it fits; or changes nothing and returns None."""
         units, needed = self._units.copy(), self._units.needed(entry.blocks)
         extents = units.take(entry.blocks) if self._free_slots else None
-        victims: list[_Entry] = []
+        victims: list[Entry] = []
         if extents is None:
             idle = self._idle_copies(want, needed)
             if units.free + sum(copy.num_units for copy in idle) < needed:
@@ -345,7 +314,7 @@ class Residency:
         self._shares.charge(entry.tenant, entry.num_units)
         return LoadPlan(entry.version, entry.slot, extents, evicted)
 
-    def _idle_copies(self, want: _Want, needed: int) -> list[_Entry]:
+    def _idle_copies(self, want: Want, needed: int) -> list[Entry]:
         """Returns the copies that may make room for a wanted version, least recently used first."""
         is_due = want.passed_over >= self._max_passed_over
         idle = [
@@ -362,13 +331,13 @@ class Residency:
         ]
         return sorted(idle, key=lambda copy: copy.used_at)
 
-    def _find(self, version: str, tenant: str, weight: int) -> _Entry | None:
+    def _find(self, version: str, tenant: str, weight: int) -> Entry | None:
         """Returns a version's device copy, or None after remembering it as wanted."""
         entry = self._entries.get(version)
         if entry is not None and entry.place == "device" and not entry.dropped and not entry.leaving:
             return entry
         if version not in self._wants:
-            self._wants[version] = _Want(tenant)
+            self._wants[version] = Want(tenant)
             self._shares.claim(tenant, weight=weight)
             self._misses += 1
         return None
@@ -380,7 +349,7 @@ class Residency:
         self._shares.disclaim(want.tenant)
         return True
 
-    def _charge(self, entry: _Entry, tenant: str) -> None:
+    def _charge(self, entry: Entry, tenant: str) -> None:
         """Makes a tenant pay for a copy."""
         if entry.tenant != tenant:
             self._shares.discharge(entry.tenant, entry.num_units)
@@ -398,12 +367,12 @@ class Residency:
         entry = self._entries[version]
         return entry.dropped or (entry.place == "host" and not entry.in_host)
 
-    def _loading(self, plan: LoadPlan) -> _Entry:
+    def _loading(self, plan: LoadPlan) -> Entry:
         entry = self._entries[plan.version]
         assert (entry.place, entry.slot) == ("loading", plan.slot), "a load ends once"
         return entry
 
-    def _settle(self, entry: _Entry) -> bool:
+    def _settle(self, entry: Entry) -> bool:
         """Frees a device copy that is to go and that nobody uses; forgets an entry that is nowhere."""
         freed = (entry.dropped or entry.leaving) and entry.place == "device" and not entry.leases
         if freed:
@@ -412,17 +381,17 @@ class Residency:
         self._forget_if_gone(entry)
         return freed
 
-    def _free(self, entry: _Entry) -> None:
+    def _free(self, entry: Entry) -> None:
         self._units.give(entry.extents)
         self._shares.discharge(entry.tenant, entry.num_units)
         self._free_slots.append(entry.slot)
         entry.slot, entry.extents, entry.place = -1, (), "host"
         entry.awaited = entry.leaving = False
 
-    def _forget_if_gone(self, entry: _Entry) -> None:
+    def _forget_if_gone(self, entry: Entry) -> None:
         if entry.place == "host" and not entry.in_host:
             self._entries.pop(entry.version, None)
 
-    def _touch(self, entry: _Entry) -> None:
+    def _touch(self, entry: Entry) -> None:
         self._clock += 1
         entry.used_at = self._clock

@@ -41,6 +41,7 @@ class Shares:
         self._held: Counter[str] = Counter()
         self._claims: Counter[str] = Counter()
         self._weights: dict[str, int] = {}
+        self._total_weight = 0
 
     def charge(self, tenant: str, num_units: int) -> None:
         """Charges a copy of so many units to a tenant."""
@@ -55,13 +56,15 @@ class Shares:
     def claim(self, tenant: str, *, weight: int) -> None:
         """Notes that a tenant holds one lease more, or waits for one load more."""
         self._claims[tenant] += 1
+        self._total_weight += weight - self._weights.get(tenant, 0)
         self._weights[tenant] = weight
 
     def disclaim(self, tenant: str) -> None:
         """Takes one of these back."""
         self._claims[tenant] -= 1
         if not self._claims[tenant]:
-            del self._claims[tenant], self._weights[tenant]
+            del self._claims[tenant]
+            self._total_weight -= self._weights.pop(tenant)
 
     def excess(self, tenant: str, *, more: int = 0) -> float:
         """Returns by how many units a tenant that has a share is above it; below 0 it may have more.
@@ -71,7 +74,7 @@ class Shares:
             more: Units of a copy that it would hold beside the others; 0 for none.
         """
         held = self._held[tenant] + (self._size(more) if more else 0)
-        return held / self._num_slots - self._num_units * self._weights[tenant] / sum(self._weights.values())
+        return held / self._num_slots - self._num_units * self._weights[tenant] / self._total_weight
 
     def load(self, tenant: str) -> float:
         """Returns what a tenant holds over its weight; who holds least is served first."""

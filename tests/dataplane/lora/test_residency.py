@@ -119,6 +119,23 @@ def test_nothing_is_evicted_for_a_load_that_does_not_fit_anyway():
     assert residency.next_load().version == "c"
 
 
+def test_of_waiting_loads_that_are_alike_room_is_sought_for_one(monkeypatch):
+    residency = make(max_slots=1)
+    load(residency, "held")
+    for i in range(20):
+        stage(residency, f"x{i}")
+        residency.acquire(f"x{i}", "x")
+    stage(residency, "small", units=1)
+    stage(residency, "large", units=2)
+    for version, tenant in (("small", "y"), ("large", "x")):
+        residency.acquire(version, tenant)
+    sought = []
+    plan = Residency._plan
+    monkeypatch.setattr(Residency, "_plan", lambda self, entry, want: sought.append(entry.version) or plan(self, entry, want))
+    assert residency.next_load() is None
+    assert sorted(sought) == ["large", "small", "x0"], "tenants and sizes differ"
+
+
 def test_a_large_version_is_not_starved_by_small_ones():
     residency = make(max_slots=9, num_units=4, max_passed_over=3)
     held = load(residency, "held")

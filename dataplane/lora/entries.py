@@ -1,0 +1,65 @@
+"""What a residency knows of a version, and of a load that is waited for. Integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dataplane.lora.holdings import Place
+from dataplane.lora.units import Extent
+
+
+@dataclass(slots=True)
+class Entry:
+    """One version in host memory or on the device. Owned by a `Residency`.
+
+    Attributes:
+        version: Its digest.
+        rank: Its largest rank.
+        blocks: Bytes of each block of its image.
+        in_host: Whether its image lies in host memory.
+        place: Where it is.
+        slot: Its slot; -1 when it is not on the device.
+        extents: Units of its copy.
+        epoch: Number of its last load.
+        leases: Tenants by the number of their lease.
+        tenant: Who pays for the copy: the tenant that asked for it, then whoever used it last.
+        used_at: When it was used last, by the residency's count of uses.
+        served: Tokens served since it was loaded.
+        awaited: Requests that have no lease yet wait for it.
+        dropped: To be freed as soon as nobody needs it.
+        leaving: The same, but it may be loaded again.
+    """
+
+    version: str
+    rank: int = 0
+    blocks: tuple[int, ...] = ()
+    in_host: bool = False
+    place: Place = "host"
+    slot: int = -1
+    extents: tuple[Extent, ...] = ()
+    epoch: int = 0
+    leases: dict[int, str] = field(default_factory=dict)
+    tenant: str = ""
+    used_at: int = 0
+    served: int = 0
+    awaited: bool = False
+    dropped: bool = False
+    leaving: bool = False
+
+    @property
+    def num_units(self) -> int:
+        """Units that its copy takes."""
+        return sum(extent.num_units for extent in self.extents)
+
+
+@dataclass(slots=True)
+class Want:
+    """A load that is waited for. Owned by a `Residency`.
+
+    Attributes:
+        tenant: Who asked first.
+        passed_over: Loads that went first although this one was asked for before them.
+    """
+
+    tenant: str
+    passed_over: int = 0
