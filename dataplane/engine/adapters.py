@@ -32,7 +32,7 @@ class DeviceAdapters:
     """Residency, arena and the thread that copies between host memory and arena.
 
     The step loop calls everything but `_run`. The copying thread opens and checks images and copies bytes into units that no step
-    reads; the step loop itself makes a copied image visible, between two steps (`settle`).
+    reads; the step loop itself makes a copied image visible (`settle`), in a slot that no step reads either.
 
     Args:
         config: Settings.
@@ -152,7 +152,7 @@ class DeviceAdapters:
             self._work.put(None)
 
     def settle(self) -> list[Note]:
-        """Makes what was copied visible; called between steps. Returns what happened since the last call.
+        """Makes what was copied visible. Returns what happened since the last call.
 
         Raises:
             Exception: What ended the copying thread; the engine cannot go on without it.

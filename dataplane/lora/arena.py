@@ -19,7 +19,8 @@ class Arena:
 
     It holds bytes and decides nothing: `Residency` says which slot and which units an image takes. Nothing is padded to a common
     rank; an image costs its bytes and the rest of its last unit. Owned by the step loop. `copy` may run in another thread while a
-    step runs, since nothing reads a slot's units before `publish`; `publish` and `clear` run between steps.
+    step runs, since nothing reads a slot's units before `publish`; so may `publish` and `clear`, in the loop, of a slot that no
+    row in flight names: one without leases.
 
     Attributes:
         tensor: [num_units · unit_bytes / item size], the arena.

@@ -29,7 +29,7 @@ from tests.dataplane.engine.random_load import BAD, GOOD, LOST, MAX_CONTEXT, Led
 NUM_CHECKED = 100
 """Answers that are compared with those of an engine that runs nothing else."""
 FORMS: dict[str, dict[str, Any]] = {
-    "torch": {"cpu_form": "torch", "page_size": 4},
+    "torch, overlapped": {"cpu_form": "torch", "page_size": 4, "stepping": "overlapped"},
     "native, invariant": {"cpu_form": "auto", "page_size": 16, "batch_invariant": True},
 }
 _CLEAR = 1e-3  # difference of two logits that no order of summation makes
