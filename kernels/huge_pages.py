@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 
@@ -16,7 +17,7 @@ class HugePages:
 
     A processor fetches ahead within a page only. A matrix of a small model spans few huge pages, or none where it is a mapping of
     its own, and its first read after each page boundary waits for memory. Pieces share the pages of one mapping instead. What
-    nobody wrote takes no memory; a mapping lives as long as one of its pieces.
+    nobody wrote takes no memory; a mapping lives as long as one of its pieces. Where there are no huge pages it is plain memory.
 
     Args:
         chunk_bytes: Size of a mapping; a larger piece gets one of its own.
@@ -32,7 +33,7 @@ class HugePages:
         if num_bytes > len(self._chunk):
             size = -(-max(num_bytes, self._chunk_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(AttributeError, OSError):  # the system, or its kernel, has none
                 pages.madvise(mmap.MADV_HUGEPAGE)
             self._chunk = torch.frombuffer(pages, dtype=torch.uint8)
         piece = self._chunk[:num_bytes].view(source.dtype).view(source.shape)
