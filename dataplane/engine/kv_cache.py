@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_AT_ONCE = 4
+_AT_ONCE = 16
 """Pages that a tenant loses before the next one does."""
 
 
@@ -177,28 +177,35 @@ class PagePool:
             excess, name = over[0]
             account = self._accounts[name]
             number = min(count, len(account.kept), _AT_ONCE, math.ceil(-excess * account.weight))
-            for _ in range(number):
-                self._free_oldest(account)
+            self._free_oldest(account, number)
             count -= number
             excess += number / account.weight
             if account.kept and excess < 0:
                 heapq.heapreplace(over, (excess, name))
             else:
                 heapq.heappop(over)
+        if count <= 0:
+            return
         ages = [(next(iter(account.kept.values())), name) for name, account in self._accounts.items() if account.kept]
         heapq.heapify(ages)
         for _ in range(count):
             _, name = heapq.heappop(ages)
             account = self._accounts[name]
-            self._free_oldest(account)
+            self._free_oldest(account, 1)
             if account.kept:
                 heapq.heappush(ages, (next(iter(account.kept.values())), name))
 
-    def _free_oldest(self, account: _Account) -> None:
-        page, _ = account.kept.popitem(last=False)
-        self._num_kept -= 1
-        del self._index[self._names.pop(page).key]
-        self._release(page)
+    def _free_oldest(self, account: _Account, count: int) -> None:
+        """Forgets the contents of a tenant's oldest kept pages, at least one, and puts them among the free ones."""
+        kept, names, index, owner = account.kept, self._names, self._index, self._owner
+        pages = [kept.popitem(last=False)[0] for _ in range(count)]
+        if not account.held and not kept:
+            del self._accounts[owner[pages[0]]]
+        for page in pages:
+            del index[names.pop(page).key]
+            owner[page] = ""
+        self._free += pages
+        self._num_kept -= count
 
     def _release(self, page: int) -> None:
         """Puts a page that is neither held nor kept among the free ones."""

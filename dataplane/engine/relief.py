@@ -41,12 +41,21 @@ class Relief:
         if not self._tenants.num_waiting:
             return
         self._longest = 0
+        claims: dict[int, int] = {}
+        no_seats = not self._seats
         for account in self._tenants.active:
-            if self._is_short(account) and (account.waiting or account.returning):
-                account.num_hungry += 1
-                self._longest = max(self._longest, account.num_hungry)
-            else:
+            if not (account.waiting or account.returning):
                 account.num_hungry = 0
+                continue
+            if no_seats and account.lacks is not Lack.ARENA:  # the usual case, for every tenant in every step
+                claim = claims.get(account.weight)
+                if claim is None:
+                    claim = claims[account.weight] = self._claim(account)
+                is_short = len(account.running) < claim
+            else:
+                is_short = self._is_short(account)
+            account.num_hungry = account.num_hungry + 1 if is_short else 0
+            self._longest = max(self._longest, account.num_hungry)
 
     def _is_short(self, account: Account) -> bool:
         """Whether a tenant whose requests wait holds less than its share of what they lack."""
@@ -161,7 +170,11 @@ class Relief:
 
     def _seats_due(self, account: Account) -> int:
         """Returns how many seats a tenant may still claim; below 0 it holds more than its share."""
-        return max(1, int(self._tenants.share(account) * self._limits.max_sequences)) - len(account.running)
+        return self._claim(account) - len(account.running)
+
+    def _claim(self, account: Account) -> int:
+        """Returns how many seats a tenant is entitled to; never less than one."""
+        return max(1, int(self._tenants.share(account) * self._limits.max_sequences))
 
     def _share_of_pages(self, account: Account) -> float:
         return self._tenants.share(account) * self._pool.num_pages
