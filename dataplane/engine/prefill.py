@@ -32,6 +32,7 @@ class Prefill:
         self._seating = seating
         self._leases = leases
         self._barrier: Sequence | None = None
+        self._reserved: Sequence | None = None  # the one for which room in the arena is kept, until it starts
         self._passed: dict[Sequence, Lack] = {}
 
     def wake(self) -> None:
@@ -90,9 +91,10 @@ class Prefill:
             sequence.account.lacks = None
         self._passed = {}
         barrier, self._barrier = self._barrier, None
-        if barrier is None or barrier.phase is not Phase.WAITING or barrier in favoured:
-            return favoured
-        return [barrier, *favoured]
+        if self._reserved is not None and self._reserved.phase is not Phase.WAITING:
+            self._reserved = None
+        first = (one for one in (self._reserved, barrier) if one is not None and one.phase is Phase.WAITING and not one.is_parked)
+        return list(dict.fromkeys([*first, *favoured]))
 
     def _pass_over(self, sequence: Sequence, lack: Lack) -> None:
         if sequence.account.lacks is None:
@@ -100,7 +102,8 @@ class Prefill:
         self._passed[sequence] = lack
         if sequence.passes >= self._limits.max_passes:
             self._barrier = sequence
-            if lack is Lack.ARENA and sequence.submit.version is not None:
+            if lack is Lack.ARENA and sequence.submit.version is not None and self._reserved in (None, sequence):
+                self._reserved = sequence  # one at a time: two would take each other's room before they start
                 self._leases.reserve(sequence.submit.version)
 
     def _lack(self, sequence: Sequence, draft: Draft) -> Lack | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.dataplane.engine.driving import FakeAdapters, Loop, make, submit
+from tests.dataplane.engine.driving import ArenaAdapters, FakeAdapters, Loop, add, assert_idle, make, submit
 
 
 def test_requests_behind_a_missing_adapter_go_on_and_it_is_reported() -> None:
@@ -91,3 +91,17 @@ def test_pages_for_a_whole_prompt_are_reserved_before_its_first_chunk() -> None:
     assert scheduler.num_running == 1, "its prompt would not fit beside, so it has not begun"
     loop.run()
     assert list(loop.finished) == ["long", "next"]
+
+
+def test_of_two_adapters_that_exclude_each_other_each_has_its_turn() -> None:
+    adapters = ArenaAdapters(3, versions={"v2r3": 2, "v3r3": 3})
+    scheduler = make(num_pages=16, adapters=adapters, max_passes=1)
+    loop = Loop(scheduler)
+    for number in range(12):
+        add(scheduler, submit(f"{number}", 5, version="v2r3" if number % 2 else "v3r3"))
+    for number in range(6):
+        add(scheduler, submit(f"base{number}", 9))
+    for _ in range(300):
+        loop.turn()
+    assert len(loop.finished) == 18
+    assert_idle(scheduler)
