@@ -26,6 +26,7 @@ class Entry:
         used_at: When it was used last, by the residency's count of uses.
         served: Tokens served since it was loaded.
         awaited: Requests that have no lease yet wait for it.
+        owed: Loaded because it was due, and not leased since.
         dropped: To be freed as soon as nobody needs it.
         leaving: The same, but it may be loaded again.
     """
@@ -43,6 +44,7 @@ class Entry:
     used_at: int = 0
     served: int = 0
     awaited: bool = False
+    owed: bool = False
     dropped: bool = False
     leaving: bool = False
 

@@ -42,6 +42,7 @@ class Residency:
     A version on the device keeps its slot and units while a lease is held, and for a quantum of served tokens while requests wait
     for it, so that two versions do not push each other out. Of the others those of the tenant most above its share of the units
     make room first, then the least recently used (see `Shares`); against a tenant below its share, one above has no quantum.
+    But what was loaded because it was due stays for its first lease, or it would be due again, and loaded in vain, for ever.
 
     The tenant that holds least for its weight is loaded first. So one wanted version may go before another that was wanted
     earlier, `max_passed_over` times at most; then the earlier one has the next room, whatever its quantum, and all others wait.
@@ -134,6 +135,7 @@ class Residency:
                 return None
             self._lease_id += 1
             entry.leases[self._lease_id] = tenant
+            entry.owed = False
             self._shares.claim(tenant, weight=weight)
             self._charge(entry, tenant)
             self._touch(entry)
@@ -310,7 +312,7 @@ class Residency:
             self._forget_if_gone(victim)
         self._units = units
         entry.slot, entry.extents, entry.place = self._free_slots.pop(), extents, "loading"
-        entry.tenant = want.tenant
+        entry.tenant, entry.owed = want.tenant, self._is_due(entry.version)
         self._shares.charge(entry.tenant, entry.num_units)
         return LoadPlan(entry.version, entry.slot, extents, evicted)
 
@@ -326,7 +328,7 @@ class Residency:
                 not copy.awaited
                 or copy.served >= self._quantum_tokens
                 or is_due
-                or self._shares.yields(copy.tenant, loader=want.tenant, more=needed)
+                or (not copy.owed and self._shares.yields(copy.tenant, loader=want.tenant, more=needed))
             )
         ]
         return sorted(idle, key=lambda copy: copy.used_at)

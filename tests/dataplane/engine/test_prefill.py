@@ -105,3 +105,17 @@ def test_of_two_adapters_that_exclude_each_other_each_has_its_turn() -> None:
         loop.turn()
     assert len(loop.finished) == 18
     assert_idle(scheduler)
+
+
+def test_what_a_passed_request_waited_for_is_not_taken_from_it_before_it_starts() -> None:
+    adapters = ArenaAdapters(3, versions={"x2r3": 2, "x3r3": 3, "z1r3": 1, "z2r3": 2})
+    scheduler = make(num_pages=8, adapters=adapters, max_passes=1)
+    loop = Loop(scheduler)
+    for number in range(3):
+        add(scheduler, submit(f"base{number}", 1, tenant="x", max_tokens=1))
+    for version, max_tokens in {"x2r3": 1, "x3r3": 1, "z1r3": 2, "z2r3": 1}.items():
+        add(scheduler, submit(version, 1, tenant=version[0], version=version, max_tokens=max_tokens))
+    for _ in range(12):
+        loop.turn()
+    assert len(loop.finished) == 7
+    assert_idle(scheduler)

@@ -268,6 +268,22 @@ def test_a_tenant_below_its_share_ends_the_quantum_of_one_above():
     residency.release(held)
 
 
+def test_a_reserved_load_of_a_tenant_above_its_share_stays_for_its_first_lease():
+    residency = make(max_slots=3, num_units=3)
+    stage(residency, "large", 3)
+    stage(residency, "small", 2)
+    residency.acquire("large", "x")
+    residency.reserve("large")
+    residency.commit(residency.next_load())
+    residency.acquire("other", "x")
+    residency.acquire("small", "y")
+    assert residency.next_load() is None, "it was not used yet, and would be due again"
+    lease = residency.acquire("large", "x")
+    assert residency.next_load() is None
+    residency.release(lease)
+    assert residency.next_load().version == "small"
+
+
 def test_a_copy_is_paid_by_who_used_it_last():
     residency = make(max_slots=2, num_units=4)
     first = load(residency, "a", units=3, tenant="x")
