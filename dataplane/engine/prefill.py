@@ -32,7 +32,7 @@ class Prefill:
         self._seating = seating
         self._leases = leases
         self._barrier: Sequence | None = None
-        self._reserved: Sequence | None = None  # the one for which room in the arena is kept, until it starts
+        self._reserved: Sequence | None = None  # the one for which room in the arena is kept, until it starts or is paused
         self._passed: dict[Sequence, Lack] = {}
 
     def wake(self) -> None:
@@ -91,7 +91,7 @@ class Prefill:
             sequence.account.lacks = None
         self._passed = {}
         barrier, self._barrier = self._barrier, None
-        if self._reserved is not None and self._reserved.phase is not Phase.WAITING:
+        if self._reserved is not None and (self._reserved.phase is not Phase.WAITING or self._reserved.paused):
             self._reserved = None
         first = (one for one in (self._reserved, barrier) if one is not None and one.phase is Phase.WAITING and not one.is_parked)
         return list(dict.fromkeys([*first, *favoured]))

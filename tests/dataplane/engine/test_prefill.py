@@ -119,3 +119,18 @@ def test_what_a_passed_request_waited_for_is_not_taken_from_it_before_it_starts(
         loop.turn()
     assert len(loop.finished) == 7
     assert_idle(scheduler)
+
+
+def test_a_paused_request_keeps_nobody_from_having_room_reserved() -> None:
+    adapters = FakeAdapters()
+    adapters.starved = {"v1r8", "v2r8"}
+    scheduler = make(adapters=adapters, max_passes=0)
+    for version in ("v1r8", "v2r8"):
+        scheduler.add(submit(version, version=version), 0.0)
+    scheduler.schedule()
+    assert set(adapters.reserved) == {"v1r8"}
+    first = scheduler._prefill._reserved
+    assert first is not None
+    first.paused = True
+    scheduler.schedule()
+    assert set(adapters.reserved) == {"v1r8", "v2r8"}
