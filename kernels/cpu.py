@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.descriptors import Descriptors
+from kernels.epilogue import TorchEpilogue
 from kernels.placement import Placed, Placement
 from kernels.rows import ALIGN, HOLE, RankRows
 from kernels.sites import Site
@@ -53,7 +54,7 @@ class CpuLowRank:
 
     Algebra, at (layer, site), for each slice s: `y[t, columns(s)] += H[t] · B_s` with
     `H[t, j] = where(row_slot[t] == list_slot[j] and list_rank[j] < rank[slot, layer, s], scale · (x[t] · A_j), 0)`.
-    The scale is folded into H in float32, then H is rounded once to the model's dtype.
+    The scale is folded into H in float32, then H is rounded once to the model's dtype. Gains and shifts follow (`TorchEpilogue`).
 
     The rank rows of active adapters are gathered from the arena into buffers of their own, in blocks of ALIGN rank rows. Buffers
     persist: only adapters that became active, or whose slot has another image (`Descriptors.epoch`), are copied. They take
@@ -94,6 +95,7 @@ class CpuLowRank:
         self._sites = {site.name: site for site in sites}
         self._max_rows = max_rows
         self._arena = _bits(arena)
+        self._epilogue = TorchEpilogue(arena, descriptors, sites=sites)
         blocks = max_list // ALIGN
         self._placement = Placement(blocks)
         self._gathered = {
@@ -114,6 +116,7 @@ class CpuLowRank:
         """Gathers what the step needs and sorts its rows; call it once before the step's first `add_`."""
         num_rows = rows.row_slot.size
         assert num_rows <= self._max_rows, f"{num_rows} rows of {self._max_rows}"
+        self._epilogue.begin_step(rows)
         slots, ranks = np.unique(rows.list_slot[rows.list_slot >= 0], return_counts=True)
         self._end = 0
         if slots.size == 0:
@@ -136,13 +139,13 @@ class CpuLowRank:
 
     def add_(self, y: torch.Tensor, x: torch.Tensor, *, layer: int, site: str) -> None:
         """Adds to y, [T, N], what the adapters make of x, [T, K]; nothing runs when no row of the step has an adapter."""
-        if self._end == 0:
-            return
-        gathered, columns = self._gathered[layer, site], self._sites[site].columns
-        if self._tiles is None:
-            self._add_dense(y, x, gathered, columns)
-        else:
-            self._add_tiled(y, x, gathered, columns, self._tiles)
+        if self._end:
+            gathered, columns = self._gathered[layer, site], self._sites[site].columns
+            if self._tiles is None:
+                self._add_dense(y, x, gathered, columns)
+            else:
+                self._add_tiled(y, x, gathered, columns, self._tiles)
+        self._epilogue.apply_(y, layer=layer, site=site)
 
     def _add_tiled(
         self, y: torch.Tensor, x: torch.Tensor, gathered: _Gathered, columns: tuple[tuple[int, int], ...], tiles: _Tiles

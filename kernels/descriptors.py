@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.rows import ABSENT
+
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
@@ -19,26 +21,33 @@ class Blocks:
         b_offset: int64 [L, slices], first element of B in the arena; B is transposed, [rank, N], row-major.
         rank: int32 [L, slices], rank rows there; 0 where the adapter has none.
         scale: float32 [L, slices], factor of B A x.
+        gain_offset: int64 [L, slices], first element of the gain in the arena; float32 [N] whatever the arena's dtype. ABSENT
+            where the adapter has none; None when it has none anywhere.
+        shift_offset: Likewise of the shift.
     """
 
     a_offset: npt.NDArray[np.int64]
     b_offset: npt.NDArray[np.int64]
     rank: npt.NDArray[np.int32]
     scale: npt.NDArray[np.float32]
+    gain_offset: npt.NDArray[np.int64] | None = None
+    shift_offset: npt.NDArray[np.int64] | None = None
 
 
 class Descriptors:
-    """`desc[slot, layer, slice] = (A offset, B offset, rank, scale)`, as numpy arrays and as tensors on the device.
+    """`desc[slot, layer, slice] = (A offset, B offset, rank, scale, gain offset, shift offset)`, as numpy arrays and as tensors.
 
     Owned by the arena, which writes a slot when its image becomes visible; everything else reads. On the CPU the tensors share
     the memory of the arrays; elsewhere they are copies that `set` refreshes. Offsets count ELEMENTS of the arena's dtype and
     are int64: an arena of a few GiB has more elements than int32 can count.
 
     Attributes:
-        a_offset, b_offset, rank, scale: numpy arrays [slots, L, slices], see `Blocks`.
+        a_offset, b_offset, rank, scale, gain_offset, shift_offset: numpy arrays [slots, L, slices], see `Blocks`.
+        has_epilogue: bool [slots], whether the slot has a gain or a shift anywhere.
         largest_rank: int32 [slots], largest rank of each slot over layers and slices; 0 for an empty slot.
         epoch: int64 [slots], how often the slot was written: whoever keeps something of a slot keeps its epoch with it.
-        tensors: The four arrays on the device, in that order.
+        tensors: The first four arrays on the device, in that order.
+        epilogue_tensors: The two others.
     """
 
     def __init__(self, num_slots: int, num_layers: int, num_slices: int, *, device: str | torch.device = "cpu") -> None:
@@ -48,9 +57,14 @@ class Descriptors:
         self.rank = np.zeros(shape, dtype=np.int32)
         self.scale = np.zeros(shape, dtype=np.float32)
         self.largest_rank = np.zeros(num_slots, dtype=np.int32)
+        self.gain_offset = np.full(shape, ABSENT, dtype=np.int64)
+        self.shift_offset = np.full(shape, ABSENT, dtype=np.int64)
+        self.has_epilogue = np.zeros(num_slots, dtype=np.bool_)
         self.epoch = np.zeros(num_slots, dtype=np.int64)
-        self._arrays: tuple[npt.NDArray[Any], ...] = (self.a_offset, self.b_offset, self.rank, self.scale)
-        self.tensors = tuple(torch.from_numpy(array).to(device) for array in self._arrays)
+        of_rows = (self.a_offset, self.b_offset, self.rank, self.scale)
+        self._arrays: tuple[npt.NDArray[Any], ...] = (*of_rows, self.gain_offset, self.shift_offset)
+        tensors = tuple(torch.from_numpy(array).to(device) for array in self._arrays)
+        self.tensors, self.epilogue_tensors = tensors[:4], tensors[4:]
         self._shared = torch.device(device).type == "cpu"
 
     def set(self, slot: int, blocks: Blocks) -> None:
@@ -59,14 +73,17 @@ class Descriptors:
         self.b_offset[slot] = blocks.b_offset
         self.rank[slot] = blocks.rank
         self.scale[slot] = blocks.scale
+        self.gain_offset[slot] = ABSENT if blocks.gain_offset is None else blocks.gain_offset
+        self.shift_offset[slot] = ABSENT if blocks.shift_offset is None else blocks.shift_offset
+        self.has_epilogue[slot] = max(self.gain_offset[slot].max(), self.shift_offset[slot].max()) != ABSENT
         self.epoch[slot] += 1
         self.largest_rank[slot] = int(blocks.rank.max(initial=0))
         if not self._shared:
-            for array, tensor in zip(self._arrays, self.tensors, strict=True):
+            for array, tensor in zip(self._arrays, self.tensors + self.epilogue_tensors, strict=True):
                 tensor[slot].copy_(torch.from_numpy(array[slot]))
 
     def clear(self, slot: int) -> None:
-        """Empties a slot: rank 0 everywhere."""
+        """Empties a slot: rank 0 everywhere, no gain, no shift."""
         _, num_layers, num_slices = self.rank.shape
         shape = (num_layers, num_slices)
         zero = np.zeros(shape, dtype=np.int64)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kernels.descriptors import Descriptors
+from kernels.epilogue import TorchEpilogue
 from kernels.native import Native, NativeFormError
 from kernels.rows import RankRows, aligned_rank
 from kernels.sites import Site
@@ -73,6 +74,7 @@ class NativeLowRank:
         self._function = native.function("low_rank", arena.dtype)
         self._arena, self._descriptors = arena, descriptors
         self._max_rows = max_rows
+        self._epilogue = TorchEpilogue(arena, descriptors, sites=sites)
         self._h = torch.empty(0)
         _, num_layers, num_slices = descriptors.rank.shape
         self._sites = {
@@ -95,6 +97,7 @@ class NativeLowRank:
     def begin_step(self, rows: RankRows) -> None:
         """Sorts the step's rows; call it once before the step's first `add_`."""
         assert rows.row_slot.size <= self._max_rows, f"{rows.row_slot.size} rows of {self._max_rows}"
+        self._epilogue.begin_step(rows)
         self._is_active = not rows.is_empty
         if not self._is_active:
             return
@@ -124,6 +127,7 @@ class NativeLowRank:
         """Adds to y, [T, N], what the adapters make of x, [T, K]; nothing runs when no row of the step has an adapter."""
         if self._is_active:
             self._function(self._addresses[site], x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), layer)
+        self._epilogue.apply_(y, layer=layer, site=site)
 
     def invalidate(self, slot: int) -> None:
         """Does nothing: no copy of a slot is kept."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernels.descriptors import Descriptors
-from kernels.rows import RankRows
+from kernels.epilogue import vector_at
+from kernels.rows import ABSENT, RankRows
 from kernels.sites import Site
 
 
@@ -20,10 +21,11 @@ def add_low_rank(
     rows: RankRows,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Returns y plus each row's own adapter, out of place.
+    """Returns what each row's own adapter makes of y, out of place.
 
     Algebra: `y'[t, columns(s)] = y[t, columns(s)] + sum_j scale · (x[t] · A_j) · B_j` over the entries j of the list with
     `list_slot[j] == row_slot[t]` and `list_rank[j] < rank[slot, layer, s]`. Entries that do not meet the row are never read.
+    Then, where the row's adapter has them, `y' = gain ⊙ y' + shift`.
 
     Args:
         y: [T, N], output of the base projection.
@@ -39,6 +41,7 @@ def add_low_rank(
         [T, N] in `dtype`.
     """
     out = torch.full(y.shape, torch.nan, dtype=dtype)
+    epilogue = (descriptors.gain_offset, descriptors.shift_offset)
     for t, slot in enumerate(rows.row_slot.tolist()):
         out[t] = y[t].to(dtype)
         for index, (first, last) in zip(site.slices, site.columns, strict=True):
@@ -51,4 +54,16 @@ def add_low_rank(
                 b = arena[b_start : b_start + last - first].to(dtype)
                 scale = float(descriptors.scale[slot, layer, index])
                 out[t, first:last] += scale * torch.dot(x[t].to(dtype), a) * b
+            gain, shift = (_vector(arena, int(offsets[slot, layer, index]), last - first, dtype) for offsets in epilogue)
+            if slot >= 0 and gain is not None:
+                out[t, first:last] *= gain
+            if slot >= 0 and shift is not None:
+                out[t, first:last] += shift
     return out
+
+
+def _vector(arena: torch.Tensor, offset: int, width: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """Returns `width` float32 elements from `offset` of them on; None where there are none."""
+    if offset == ABSENT:
+        return None
+    return vector_at(arena, offset, width).to(dtype)

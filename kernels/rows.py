@@ -20,6 +20,9 @@ BASE = -1
 HOLE = -2
 """Slot of a list entry that pads; differs from BASE so that a base row never meets it."""
 
+ABSENT = -1
+"""Offset of a gain or shift that an adapter does not have."""
+
 ALIGN = 16
 """Each adapter's entries start on a multiple of this: the K step of bf16 matrix instructions, so that none mixes two adapters."""
 

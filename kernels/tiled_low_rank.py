@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.descriptors import Descriptors
+from kernels.epilogue import TorchEpilogue
 from kernels.rows import RankRows
 from kernels.sites import Site
 
@@ -30,9 +31,11 @@ class TiledLowRank:
         self._arena, self._descriptors = arena, descriptors
         self._sites = {site.name: site for site in sites}
         self._tiles: list[tuple[int, torch.Tensor]] = []
+        self._epilogue = TorchEpilogue(arena, descriptors, sites=sites)
 
     def begin_step(self, rows: RankRows) -> None:
         """Sorts the step's rows; call it once before the step's first `add_`."""
+        self._epilogue.begin_step(rows)
         slots = np.unique(rows.list_slot[rows.list_slot >= 0]).tolist()
         self._tiles = [
             (slot, tile) for slot in slots for tile in torch.from_numpy(np.flatnonzero(rows.row_slot == slot)).split(TILE)
@@ -51,6 +54,7 @@ class TiledLowRank:
                 b = self._matrix(int(table.b_offset[slot, layer, index]), rank, last - first)
                 h = (F.linear(tile, a).float() * float(table.scale[slot, layer, index])).to(x.dtype)
                 y[rows, first:last] += (h @ b)[: len(rows)]
+        self._epilogue.apply_(y, layer=layer, site=site)
 
     def invalidate(self, slot: int) -> None:
         """Does nothing: no copy of a slot is kept."""

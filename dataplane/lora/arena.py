@@ -10,6 +10,7 @@ import torch
 from dataplane.lora.image import CorruptImageError, Image
 from dataplane.lora.units import Extent
 from kernels.descriptors import Blocks, Descriptors
+from kernels.rows import ABSENT
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -107,6 +108,7 @@ class Arena:
         _, *shape = self.descriptors.rank.shape
         a_offset, b_offset = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         rank, scale = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        gain_offset, shift_offset = np.full(shape, ABSENT, np.int64), np.full(shape, ABSENT, np.int64)
         for extent in extents:
             blocks = image.blocks[extent.first_block : extent.first_block + extent.num_blocks]
             moved = extent.first_unit * self._unit_bytes - blocks[0].a_offset
@@ -116,7 +118,10 @@ class Arena:
                 b_offset[place] = (block.b_offset + moved) // item
                 rank[place] = block.rank
                 scale[place] = block.scale
-        self.descriptors.set(slot, Blocks(a_offset, b_offset, rank, scale))
+                for offsets, offset in ((gain_offset, block.gain_offset), (shift_offset, block.shift_offset)):
+                    if offset != ABSENT:
+                        offsets[place] = (offset + moved) // item
+        self.descriptors.set(slot, Blocks(a_offset, b_offset, rank, scale, gain_offset, shift_offset))
 
     def clear(self, slot: int) -> None:
         """Empties a slot: whoever still names it gets the base model's output."""

@@ -1,10 +1,11 @@
 """An adapter's image: the immutable bytes of one version as the arena holds them.
 
-File: `VNRIMG01`, uint32 length of the header, SHA-256 of the header, the header (JSON), zeros up to a multiple of 4096, the
+File: `VNRIMG02`, uint32 length of the header, SHA-256 of the header, the header (JSON), zeros up to a multiple of 4096, the
 payload. Payload: one block for each (layer, slice) that the adapter has, in that order, each on a multiple of 128 bytes: A as
-[rank, K], then, again on a multiple of 128, B transposed to [rank, N]. Only the rank rows that exist take room. An image lies in
-host memory as a mapped file and is copied to the device as it is, or read in place; it is never written again, and scales stay
-beside the rows, so that loading it twice gives the same bits.
+[rank, K], then, again on a multiple of 128, B transposed to [rank, N], then, likewise, gain and shift in float32, [N] each, where
+there are any. Only rank rows that exist take room; a block with a gain or shift may have none. An image lies in host memory as a
+mapped file and is copied to the device as it is, or read in place; it is never written again, and scales stay beside the rows, so
+that loading it twice gives the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kernels.rows import ABSENT
 from veneer.errors import DataLossError, InvalidArgumentError, Violation
 
 ALIGN_BYTES = 128
-_MAGIC = b"VNRIMG01"
+_MAGIC = b"VNRIMG02"
 _PREFIX = struct.Struct("<8sI32s")
 _PAGE = 4096
 _MAX_HEADER_BYTES = 64 * 1024 * 1024
@@ -44,14 +46,16 @@ class CorruptImageError(DataLossError):
 
 @dataclass(frozen=True, slots=True)
 class ImagePair:
-    """One low-rank pair to put into an image.
+    """One low-rank pair to put into an image: `y ← gain ⊙ (y + scaling · B A x) + shift`.
 
     Attributes:
         layer: Layer of the model.
         slice: Slice index of the projection.
         scaling: Factor of B A x: alpha / r, or alpha / sqrt(r).
-        a: float32 [r, K].
+        a: float32 [r, K]; r may be 0 where there is a shift.
         b: float32 [N, r].
+        gain: float32 [N]; None for ones.
+        shift: float32 [N]; None for zeros.
     """
 
     layer: int
@@ -59,11 +63,13 @@ class ImagePair:
     scaling: float
     a: npt.NDArray[np.float32]
     b: npt.NDArray[np.float32]
+    gain: npt.NDArray[np.float32] | None = None
+    shift: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Where one (layer, slice) lies in the payload; offsets and sizes in bytes."""
+    """Where one (layer, slice) lies in the payload; offsets and sizes in bytes, ABSENT for what it does not have."""
 
     layer: int
     slice: int
@@ -73,6 +79,8 @@ class Block:
     out_features: int
     a_offset: int
     b_offset: int
+    gain_offset: int
+    shift_offset: int
     size_bytes: int
 
 
@@ -142,7 +150,7 @@ def build_image(
     if dtype not in _ITEM_BYTES:
         raise ImageError.of([Violation("dtype", f"{dtype!r} is none of {', '.join(_ITEM_BYTES)}")])
     violations: list[Violation] = []
-    rows: dict[tuple[int, int], tuple[ImagePair, bytes, bytes]] = {}
+    rows: dict[tuple[int, int], tuple[ImagePair, tuple[bytes | None, ...]]] = {}
     for pair in pairs:
         faults = _faults(pair, num_layers, num_slices)
         if (pair.layer, pair.slice) in rows:
@@ -154,7 +162,8 @@ def build_image(
         for name, matrix in (("A", a), ("B", b)):
             if not _is_finite(matrix, dtype):
                 violations.append(Violation(f"{_name(pair)}: {name}", f"has values that are not finite in {dtype}"))
-        rows[pair.layer, pair.slice] = (pair, a.tobytes(), b.tobytes())
+        vectors = [None if vector is None else vector.tobytes() for vector in (pair.gain, pair.shift)]
+        rows[pair.layer, pair.slice] = (pair, (a.tobytes(), b.tobytes(), *vectors))
     if not rows and not violations:
         violations.append(Violation("adapter", "has no pair"))
     if violations:
@@ -162,14 +171,13 @@ def build_image(
     blocks: list[Block] = []
     chunks: list[bytes] = []
     start = 0
-    for _, (pair, a_bytes, b_bytes) in sorted(rows.items(), key=lambda item: item[0]):
-        a_size, b_size = _aligned(len(a_bytes)), _aligned(len(b_bytes))
-        chunks += [a_bytes.ljust(a_size, b"\0"), b_bytes.ljust(b_size, b"\0")]
+    for _, (pair, parts) in sorted(rows.items(), key=lambda item: item[0]):
+        chunks += [part.ljust(_aligned(len(part)), b"\0") for part in parts if part is not None]
+        places = _places(start, [None if part is None else len(part) for part in parts])
         rank, in_features = pair.a.shape
         scale = float(np.float32(pair.scaling))
-        place = (start, start + a_size, a_size + b_size)
-        blocks.append(Block(pair.layer, pair.slice, rank, scale, in_features, pair.b.shape[0], *place))
-        start += a_size + b_size
+        blocks.append(Block(pair.layer, pair.slice, rank, scale, in_features, pair.b.shape[0], *places))
+        start += blocks[-1].size_bytes
     payload = np.frombuffer(b"".join(chunks), dtype=np.uint8)
     return Image(version, base_digest, dtype, num_layers, num_slices, tuple(blocks), payload)
 
@@ -261,13 +269,14 @@ def _read_header(header: bytes, payload: npt.NDArray[np.uint8]) -> Image:
         item = _ITEM_BYTES[image.dtype]
         end, before = 0, (-1, -1)
         for block in blocks:
-            a_size = _aligned(block.rank * block.in_features * item)
-            b_size = _aligned(block.rank * block.out_features * item)
+            vector, has_vector = 4 * block.out_features, (block.gain_offset != ABSENT, block.shift_offset != ABSENT)
+            sizes = [block.rank * block.in_features * item, block.rank * block.out_features * item]
+            places = _places(end, [*sizes, *(vector if there else None for there in has_vector)])
             in_order = before < (block.layer, block.slice)
             inside = 0 <= block.layer < image.num_layers and 0 <= block.slice < image.num_slices
-            positive = min(block.rank, block.in_features, block.out_features) > 0 and math.isfinite(block.scale)
-            placed = (block.a_offset, block.b_offset, block.size_bytes) == (end, end + a_size, a_size + b_size)
-            if not (in_order and inside and positive and placed):
+            positive = min(block.rank + any(has_vector), block.in_features, block.out_features) > 0 <= block.rank
+            placed = places == (block.a_offset, block.b_offset, block.gain_offset, block.shift_offset, block.size_bytes)
+            if not (in_order and inside and positive and math.isfinite(block.scale) and placed):
                 raise CorruptImageError(f"the image's block of layer {block.layer}, slice {block.slice} is misplaced")
             end, before = end + block.size_bytes, (block.layer, block.slice)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -283,8 +292,15 @@ def _faults(pair: ImagePair, num_layers: int, num_slices: int) -> list[Violation
     faults = []
     if not (0 <= pair.layer < num_layers and 0 <= pair.slice < num_slices):
         faults.append(Violation(_name(pair), f"lies outside {num_layers} layers of {num_slices} slices"))
-    if pair.a.ndim != 2 or pair.b.ndim != 2 or pair.a.shape[0] != pair.b.shape[1] or 0 in (*pair.a.shape, *pair.b.shape):
+    vectors = [vector for vector in (pair.gain, pair.shift) if vector is not None]
+    shape = (*pair.a.shape[:1], *pair.b.shape[1:])
+    if pair.a.ndim != 2 or pair.b.ndim != 2 or shape[0] != shape[1] or 0 in (pair.a.shape[1], pair.b.shape[0]):
         faults.append(Violation(_name(pair), f"A {pair.a.shape} and B {pair.b.shape} are no [r, in] and [out, r]"))
+    elif not shape[0] and not vectors:
+        faults.append(Violation(_name(pair), "has rank 0 and nothing else"))
+    kinds = {(vector.dtype, vector.shape, bool(np.isfinite(vector).all())) for vector in vectors}
+    if kinds - {(np.dtype(np.float32), pair.b.shape[:1], True)}:
+        faults.append(Violation(f"{_name(pair)}: gain or shift", "is not finite, or no float32 [out]"))
     if not math.isfinite(pair.scaling) or abs(pair.scaling) > float(np.finfo(np.float32).max):
         faults.append(Violation(f"{_name(pair)}: scaling", "is not finite in float32"))
     return faults
@@ -306,6 +322,15 @@ def _is_finite(matrix: npt.NDArray[Any], dtype: str) -> bool:
     if dtype == "bfloat16":
         return bool(((matrix & np.uint16(0x7F80)) != np.uint16(0x7F80)).all())
     return bool(np.isfinite(matrix).all())
+
+
+def _places(start: int, sizes: Sequence[int | None]) -> tuple[int, ...]:
+    """Returns where parts of these bytes lie, one after the other from `start` on, ABSENT for None; then the bytes of all."""
+    places, end = [], start
+    for size in sizes:
+        places.append(ABSENT if size is None else end)
+        end += _aligned(size or 0)
+    return (*places, end - start)
 
 
 def _aligned(num_bytes: int) -> int:

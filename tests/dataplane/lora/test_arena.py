@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from dataplane.lora.arena import Arena
 from dataplane.lora.image import CorruptImageError, ImagePair, build_image
 from dataplane.lora.units import Units
+from kernels.epilogue import vector_at
 
 FEATURES = [(8, 6), (8, 2), (5, 9)]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -59,6 +62,24 @@ def test_the_table_finds_every_row_of_an_image_in_the_models_dtype(dtype):
     assert arena.num_units == 8
     assert_holds(arena, 1, pairs)
     assert arena.descriptors.largest_rank.tolist() == [0, 7, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_table_finds_gains_and_shifts_and_forgets_them_with_the_slot(dtype):
+    arena = make_arena(dtype=dtype)
+    pairs, _ = make_image({(0, 0): 3, (0, 2): 1, (1, 1): 7})
+    gain, shift = np.arange(6, dtype=np.float32), -np.arange(2, dtype=np.float32)
+    pairs[0], pairs[2] = dataclasses.replace(pairs[0], gain=gain), dataclasses.replace(pairs[2], shift=shift)
+    image = build_image(pairs, version="v", base_digest="b", dtype=dtype, num_layers=2, num_slices=3)
+    extents = Units(arena.num_units, unit_bytes=512).take(image.block_bytes)
+    arena.write(1, image, extents)
+    table = arena.descriptors
+    assert vector_at(arena.tensor, table.gain_offset[1, 0, 0], 6).tolist() == gain.tolist()
+    assert vector_at(arena.tensor, table.shift_offset[1, 1, 1], 2).tolist() == shift.tolist()
+    assert ((table.gain_offset != -1).sum(), (table.shift_offset != -1).sum()) == (1, 1)
+    assert table.has_epilogue.tolist() == [False, True, False]
+    arena.clear(1)
+    assert not table.has_epilogue.any()
 
 
 def test_an_image_cut_over_extents_is_found_as_a_whole_one_is_and_its_neighbours_stay():

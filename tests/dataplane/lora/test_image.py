@@ -55,6 +55,41 @@ def test_every_pair_that_goes_in_comes_out_with_b_transposed(tmp_path):
     assert not image.payload.flags.writeable
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gains_and_shifts_lie_beside_their_pair_in_float32(tmp_path, dtype):
+    gain, shift = np.linspace(0.1, 3, 5, dtype=np.float32), np.full(5, -1 / 3, np.float32)
+    pairs = [
+        dataclasses.replace(pair(0, 0, 3), gain=gain, shift=shift),
+        dataclasses.replace(pair(0, 1, 2), gain=gain),
+        ImagePair(2, 0, 1.0, np.empty((0, 7), np.float32), np.empty((5, 0), np.float32), shift=shift),
+    ]
+    write_image(tmp_path / "image", build(pairs, dtype=dtype))
+    blocks = open_image(tmp_path / "image").blocks
+    payload = open_image(tmp_path / "image").payload
+    for block, source in zip(blocks, pairs, strict=True):
+        for offset, vector in ((block.gain_offset, source.gain), (block.shift_offset, source.shift)):
+            assert (offset == -1) == (vector is None)
+            if vector is not None:
+                assert offset % 128 == 0
+                assert np.array_equal(np.frombuffer(payload.tobytes(), np.float32, 5, offset), vector)
+    assert blocks[2].rank == 0
+    assert open_image(tmp_path / "image").num_bytes == sum(block.size_bytes for block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"gain": np.array([1, np.nan, 1, 1, 1], np.float32)}, "not finite"),
+        ({"shift": np.ones(4, np.float32)}, r"no float32 \[out\]"),
+        ({"shift": np.ones(5, np.float64)}, r"no float32 \[out\]"),
+        ({"a": np.empty((0, 7), np.float32), "b": np.empty((5, 0), np.float32)}, "rank 0 and nothing else"),
+    ],
+)
+def test_vectors_that_do_not_fit_are_refused(changes, fault):
+    with pytest.raises(ImageError, match=fault):
+        build([dataclasses.replace(pair(), **changes)])
+
+
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=64))
 def test_bfloat16_is_rounded_as_torch_rounds_it(values):
     a = np.array([values], dtype=np.float32)
