@@ -6,10 +6,10 @@ import statistics
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.adapters import write_adapter
 from benchmarks.bandwidth import Memory
 from benchmarks.contenders.process import Process, Setup
 from benchmarks.models import adapter_bytes
+from benchmarks.random_adapters import write_adapter
 from benchmarks.report import Row
 from benchmarks.rounds import Taken, Turn, middle, ratio, step_s, take_turns, tokens_per_s
 from benchmarks.workload import AdapterKey, Workload, agreement

@@ -20,6 +20,7 @@ from dataplane.engine.config import EngineConfig
 from dataplane.frontend.prompts import Prompts
 from dataplane.generation import Generator, StreamLimits
 from dataplane.hints import Allowance, Hint, HintSubscriber
+from dataplane.lora.eviction import Recency
 from dataplane.lora.host_cache import HostCache
 from dataplane.metrics import Metrics
 from dataplane.prefetcher import Prefetcher
@@ -135,7 +136,11 @@ class Node:
     def _build_loading(self, base: BaseDescription) -> None:
         settings = self._settings
         settings.cache_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.cache = HostCache(settings.cache_folder / "images", max_bytes=settings.host_cache_budget)
+        self.cache = HostCache(
+            settings.cache_folder / "images",
+            max_bytes=settings.host_cache_budget,
+            policy=Recency() if settings.eviction == "lru" else None,
+        )
         store = AdapterStore(
             self.client,
             cache=self.cache,
@@ -352,6 +357,7 @@ def _engine_config(settings: Settings, base_digest: str) -> EngineConfig:
         max_waiting_per_tenant=settings.max_waiting_per_tenant,
         max_step_ms=settings.max_step_ms,
         quantum_tokens=settings.quantum_tokens,
+        eviction=settings.eviction,
         decode_price=settings.decode_price,
         rank_row_price=settings.rank_row_price,
         load_mib_price=settings.load_mib_price,

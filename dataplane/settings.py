@@ -39,6 +39,8 @@ class Settings(BaseSettings):
         max_step_ms: Milliseconds that a step should take at most in which sequences decode: it holds fewer rows of prompts then,
             and tokens come more evenly; 0 for no such limit.
         quantum_tokens: Tokens that an adapter on the device serves, while requests wait for it, before it makes room for others.
+        eviction: Which adapter makes room, on the device and in host memory: the one used least lately for what it takes
+            (`usage`), or the one used longest ago (`lru`).
         decode_price: What a generated token costs a tenant, in prompt tokens; `python -m benchmarks.prices` measures the prices.
         rank_row_price: What a rank row of an adapter costs in a step.
         load_mib_price: What a MiB of an adapter costs that is copied to the device.
@@ -98,6 +100,7 @@ class Settings(BaseSettings):
     max_waiting_per_tenant: Annotated[int, Field(ge=0, le=1_000_000)] = 2_500
     max_step_ms: Annotated[int, Field(ge=0, le=60_000)] = 0
     quantum_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 256
+    eviction: Literal["usage", "lru"] = "usage"
     decode_price: Annotated[float, Field(ge=0, le=1000)] = 1.4
     rank_row_price: Annotated[float, Field(ge=0, le=1000)] = 0.07
     load_mib_price: Annotated[float, Field(ge=0, le=1000)] = 1.9

@@ -11,6 +11,7 @@ from pathlib import Path
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Fail, Moved, Wanted
 from dataplane.lora.arena import Arena
+from dataplane.lora.eviction import Recency
 from dataplane.lora.holdings import LoadPlan
 from dataplane.lora.image import CorruptImageError, Image, open_image
 from dataplane.lora.residency import Lease, Residency
@@ -49,6 +50,7 @@ class DeviceAdapters:
             num_units=arena.num_units,
             unit_bytes=config.arena_unit_bytes,
             quantum_tokens=config.quantum_tokens,
+            policy=Recency() if config.eviction == "lru" else None,
         )
         self._paths: dict[str, Path] = {}
         self._asked: set[str] = set()

@@ -13,6 +13,7 @@ _CHOICES = {
     "device": ("cpu",),
     "cpu_form": ("auto", "native", "torch"),
     "stepping": ("auto", "serial", "overlapped"),
+    "eviction": ("usage", "lru"),
 }
 _AT_LEAST_ONE = (
     "max_sequences",
@@ -64,6 +65,8 @@ class EngineConfig:
         max_step_ms: Milliseconds that a step should take at most in which sequences decode: it holds fewer rows of prompts then;
             0 for no such limit.
         quantum_tokens: Tokens that an adapter on the device serves, while requests wait for it, before it makes room for others.
+        eviction: Which adapter makes room: the one used least lately for what it takes (`usage`), or the one used longest ago
+            (`lru`).
         decode_price: What a generated token costs a tenant, in prompt tokens (`python -m benchmarks.prices` measures it).
         rank_row_price: What a rank row of an adapter costs in a step.
         load_mib_price: What a MiB of an adapter costs that is copied to the device.
@@ -91,6 +94,7 @@ class EngineConfig:
     max_waiting_per_tenant: int = 2_500
     max_step_ms: int = 0
     quantum_tokens: int = 256
+    eviction: str = "usage"
     decode_price: float = 1.4
     rank_row_price: float = 0.07
     load_mib_price: float = 1.9

@@ -6,14 +6,17 @@ import re
 import shutil
 import stat
 import threading
-from collections import OrderedDict
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from dataplane.lora.eviction import Policy, Usage, Victims
 from veneer.errors import InvalidArgumentError, ResourceExhaustedError
 
 _SUFFIX = ".image"
 _VERSION = re.compile(r"[0-9a-z:_-]{1,160}")
+_HALF_LIFE = 16_384
+"""Requests after which one counts half: a few for each of some thousand files."""
 
 
 class HostCacheFullError(ResourceExhaustedError):
@@ -30,7 +33,7 @@ class HostCounters:
 
 
 class HostCache:
-    """Which versions have an image file in the folder, and which file goes first: the one least recently used.
+    """Which versions have an image file in the folder, and which file goes first: the one worth least (see `Usage`).
 
     A file is known from `add` on, or from the start when it lay there already, and every file counts in full. `reserve` makes
     room before a file is written, so that the folder never exceeds the budget. It knows sizes and paths only; what is inside is
@@ -42,13 +45,16 @@ class HostCache:
         folder: Created if missing. It belongs to this cache alone: unfinished files of an earlier process, folders and links
             are deleted.
         max_bytes: Budget.
+        policy: Says what a file is worth; None is `Usage`.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int, policy: Policy | None = None) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._files: OrderedDict[str, int] = OrderedDict()
+        self._files: dict[str, int] = {}
+        self._victims = Victims(policy or Usage(half_life=_HALF_LIFE))
+        self._num_bytes = 0
         self._reserved: dict[str, int] = {}
         self._in_use: dict[str, int] = {}
         self._hits = self._misses = self._evictions = 0
@@ -59,7 +65,7 @@ class HostCache:
             if not stat.S_ISREG(status.st_mode):  # a folder or link would stand in an image's way for ever
                 _remove(path)
             elif path.suffix == _SUFFIX and _VERSION.fullmatch(path.stem):
-                self._files[path.stem] = status.st_size
+                self._keep(path.stem, status.st_size)
             elif path.suffix == ".tmp":
                 path.unlink()
         self._delete(self._make_room(0) or [])
@@ -75,13 +81,12 @@ class HostCache:
         return self._folder / f"{version}{_SUFFIX}"
 
     def find(self, version: str) -> Path | None:
-        """Returns the version's image file and notes its use, or None."""
+        """Returns the version's image file, or None."""
         with self._lock:
             if version not in self._files:
                 self._misses += 1
                 return None
             self._hits += 1
-            self._files.move_to_end(version)
         return self.path(version)
 
     def reserve(self, version: str, *, size_bytes: int) -> tuple[str, ...]:
@@ -112,30 +117,20 @@ class HostCache:
         """
         with self._lock:
             self._reserved.pop(version, None)
-            self._files[version] = size_bytes
-            self._files.move_to_end(version)
+            self._keep(version, size_bytes)
             evicted = self._make_room(0, keep=version) or []
             self._delete(evicted)
         return tuple(evicted)
 
     def give_way(self) -> tuple[str, ...]:
-        """Deletes files, least recently used first, that hold an eighth of the bytes: the disk is full below the budget.
+        """Deletes files, worth least first, that hold an eighth of the bytes: the disk is full below the budget.
 
         Returns:
             The versions whose files were deleted; none when all are in use.
         """
         with self._lock:
-            evicted: list[str] = []
-            excess = sum(self._files.values()) / 8
-            for version, size in self._files.items():
-                if excess <= 0:
-                    break
-                if version not in self._in_use:
-                    evicted.append(version)
-                    excess -= size
-            for version in evicted:
-                del self._files[version]
-            self._evictions += len(evicted)
+            evicted, _ = self._choose(self._num_bytes // 8)
+            self._drop(evicted)
             self._delete(evicted)
         return tuple(evicted)
 
@@ -145,8 +140,9 @@ class HostCache:
             self._reserved.pop(version, None)
 
     def hold(self, version: str) -> None:
-        """Keeps a version's file from making room until as many calls of `let_go`."""
+        """Notes a use of a version and keeps its file from making room until as many calls of `let_go`."""
         with self._lock:
+            self._victims.note(version)
             self._in_use[version] = self._in_use.get(version, 0) + 1
 
     def let_go(self, version: str) -> None:
@@ -159,14 +155,15 @@ class HostCache:
     def remove(self, version: str) -> bool:
         """Deletes a version's file (retired, quarantined, corrupt), held or not. Returns whether there was one."""
         with self._lock:
-            known = self._files.pop(version, None) is not None
+            known = version in self._files
+            self._forget(version)
             self._delete([version])
         return known
 
     def versions(self) -> tuple[str, ...]:
-        """Returns the versions with a file, least recently used first."""
+        """Returns the versions with a file, worth least first."""
         with self._lock:
-            return tuple(self._files)
+            return tuple(self._victims.in_order())
 
     @property
     def num_bytes(self) -> int:
@@ -186,24 +183,45 @@ class HostCache:
             return HostCounters(self._hits, self._misses, self._evictions)
 
     def _used(self) -> int:
-        return sum(self._files.values()) + sum(self._reserved.values())
+        return self._num_bytes + sum(self._reserved.values())
 
     def _make_room(self, size_bytes: int, *, keep: str | None = None) -> list[str] | None:
-        """Takes the least recently used files out of the books until `size_bytes` fit; None, and no change, if they cannot."""
-        excess = self._used() + size_bytes - self._max_bytes
-        evicted: list[str] = []
-        for version, size in self._files.items():
-            if excess <= 0:
-                break
-            if version not in self._in_use and version != keep:
-                evicted.append(version)
-                excess -= size
-        if excess > 0:
+        """Takes files out of the books until `size_bytes` fit; None, and no change, if they cannot."""
+        evicted, rest = self._choose(self._used() + size_bytes - self._max_bytes, keep=keep)
+        if rest > 0:
             return None
-        for version in evicted:
-            del self._files[version]
-        self._evictions += len(evicted)
+        self._drop(evicted)
         return evicted
+
+    def _choose(self, excess: int, *, keep: str | None = None) -> tuple[list[str], int]:
+        """Returns the files that go, worth least first, and how much of the excess is left when all have gone that may."""
+        chosen: list[str] = []
+        if excess <= 0:
+            return chosen, excess
+        with closing(self._victims.in_order()) as victims:
+            for version in victims:
+                if version not in self._in_use and version != keep:
+                    chosen.append(version)
+                    excess -= self._files[version]
+                    if excess <= 0:
+                        break
+        return chosen, excess
+
+    def _keep(self, version: str, size_bytes: int) -> None:
+        self._forget(version)
+        self._files[version] = size_bytes
+        self._num_bytes += size_bytes
+        self._victims.note(version, uses=0)
+        self._victims.add(version, size=size_bytes)
+
+    def _forget(self, version: str) -> None:
+        self._num_bytes -= self._files.pop(version, 0)
+        self._victims.discard(version)
+
+    def _drop(self, versions: list[str]) -> None:
+        for version in versions:
+            self._forget(version)
+        self._evictions += len(versions)
 
     def _delete(self, versions: list[str]) -> None:
         for version in versions:

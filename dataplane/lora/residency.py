@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dataplane.lora.entries import Entry, Want
+from dataplane.lora.eviction import Policy, Usage, Victims
 from dataplane.lora.holdings import Counters, Evicted, Holding, LoadPlan
 from dataplane.lora.shares import Shares
 from dataplane.lora.units import Units
 from veneer.errors import ResourceExhaustedError
+
+_HALF_LIFE_PER_SLOT = 64
+"""Uses after which a use counts half, in uses a slot: long enough to tell the 40th of 3,000 adapters from the 80th."""
+_COST_WITHOUT_HOST_IMAGE = 8
+"""What a copy costs to bring from the store, in loads from host memory."""
 
 
 class DoesNotFitError(ResourceExhaustedError):
@@ -41,7 +47,8 @@ class Residency:
 
     A version on the device keeps its slot and units while a lease is held, and for a quantum of served tokens while requests wait
     for it, so that two versions do not push each other out. Of the others those of the tenant most above its share of the units
-    make room first, then the least recently used (see `Shares`); against a tenant below its share, one above has no quantum.
+    make room first (see `Shares`), then those that nobody waits for, then those worth least (see `Usage`); against a tenant below
+    its share, one above has no quantum.
     But what was loaded because it was due stays for its first lease, or it would be due again, and loaded in vain, for ever.
 
     The tenant that holds least for its weight is loaded first. So one wanted version may go before another that was wanted
@@ -55,10 +62,18 @@ class Residency:
         unit_bytes: Bytes of a unit.
         max_passed_over: How often others may go first.
         quantum_tokens: Tokens that a loaded version serves before it gives way while requests wait for it.
+        policy: Says what a copy is worth; None is `Usage`.
     """
 
     def __init__(
-        self, max_slots: int, *, num_units: int, unit_bytes: int, max_passed_over: int = 16, quantum_tokens: int = 256
+        self,
+        max_slots: int,
+        *,
+        num_units: int,
+        unit_bytes: int,
+        max_passed_over: int = 16,
+        quantum_tokens: int = 256,
+        policy: Policy | None = None,
     ) -> None:
         self._lock = threading.Lock()
         self._units = Units(num_units, unit_bytes=unit_bytes)
@@ -66,6 +81,7 @@ class Residency:
         self._entries: dict[str, Entry] = {}
         self._wants: dict[str, Want] = {}
         self._shares = Shares(num_units, num_slots=max_slots)
+        self._victims = Victims(policy or Usage(half_life=_HALF_LIFE_PER_SLOT * max_slots))
         self._max_passed_over = max_passed_over
         self._quantum_tokens = quantum_tokens
         self._clock = 0
@@ -92,6 +108,8 @@ class Residency:
             entry.in_host, entry.dropped = True, False
             if entry.place == "host":
                 entry.rank, entry.blocks = rank, tuple(blocks)
+            elif entry.place == "device":
+                self._offer(entry)
 
     def unstage(self, version: str, *, drop_device: bool = False) -> bool:
         """Notes that a version's image is no longer in host memory; unknown versions are ignored.
@@ -109,6 +127,8 @@ class Residency:
                 return False
             entry.in_host = False
             entry.dropped = entry.dropped or drop_device
+            if entry.place == "device":
+                self._offer(entry)
             return self._settle(entry)
 
     def want(self, version: str, tenant: str = "", *, weight: int = 1) -> bool:
@@ -138,7 +158,7 @@ class Residency:
             entry.owed = False
             self._shares.claim(tenant, weight=weight)
             self._charge(entry, tenant)
-            self._touch(entry)
+            self._touch(entry, uses=1)
             self._hits += 1
             return Lease(self._lease_id, version, entry.slot, entry.rank, entry.epoch)
 
@@ -244,6 +264,7 @@ class Residency:
             self._loads += 1
             entry.place, entry.epoch, entry.served = "device", self._epoch, 0
             entry.awaited = self._unwant(plan.version)
+            self._offer(entry)
             self._touch(entry)
             return None if self._settle(entry) else entry.epoch
 
@@ -317,13 +338,12 @@ class Residency:
         return LoadPlan(entry.version, entry.slot, extents, evicted)
 
     def _idle_copies(self, want: Want, needed: int) -> list[Entry]:
-        """Returns the copies that may make room for a wanted version, least recently used first."""
+        """Returns the copies that may make room for a wanted version, in the order in which they go."""
         is_due = want.passed_over >= self._max_passed_over
         idle = [
             copy
-            for copy in self._entries.values()
-            if copy.place == "device"
-            and not copy.leases
+            for copy in map(self._entries.__getitem__, self._victims.in_order())
+            if not copy.leases
             and (
                 not copy.awaited
                 or copy.served >= self._quantum_tokens
@@ -331,7 +351,7 @@ class Residency:
                 or (not copy.owed and self._shares.yields(copy.tenant, loader=want.tenant, more=needed))
             )
         ]
-        return sorted(idle, key=lambda copy: copy.used_at)
+        return sorted(idle, key=lambda copy: copy.awaited)
 
     def _find(self, version: str, tenant: str, weight: int) -> Entry | None:
         """Returns a version's device copy, or None after remembering it as wanted."""
@@ -384,6 +404,7 @@ class Residency:
         return freed
 
     def _free(self, entry: Entry) -> None:
+        self._victims.discard(entry.version)
         self._units.give(entry.extents)
         self._shares.discharge(entry.tenant, entry.num_units)
         self._free_slots.append(entry.slot)
@@ -394,6 +415,13 @@ class Residency:
         if entry.place == "host" and not entry.in_host:
             self._entries.pop(entry.version, None)
 
-    def _touch(self, entry: Entry) -> None:
+    def _offer(self, entry: Entry) -> None:
+        """Puts a copy on the device, or its new price, among those that may go."""
+        self._victims.add(
+            entry.version, size=self._shares.size(entry.num_units), cost=1 if entry.in_host else _COST_WITHOUT_HOST_IMAGE
+        )
+
+    def _touch(self, entry: Entry, *, uses: int = 0) -> None:
         self._clock += 1
         entry.used_at = self._clock
+        self._victims.note(entry.version, uses=uses)

@@ -43,13 +43,17 @@ class Shares:
         self._weights: dict[str, int] = {}
         self._total_weight = 0
 
+    def size(self, num_units: int) -> int:
+        """Returns what a copy counts as, in units over the number of slots."""
+        return max(num_units * self._num_slots, self._num_units)
+
     def charge(self, tenant: str, num_units: int) -> None:
         """Charges a copy of so many units to a tenant."""
-        self._held[tenant] += self._size(num_units)
+        self._held[tenant] += self.size(num_units)
 
     def discharge(self, tenant: str, num_units: int) -> None:
         """Takes a copy off again."""
-        self._held[tenant] -= self._size(num_units)
+        self._held[tenant] -= self.size(num_units)
         if not self._held[tenant]:
             del self._held[tenant]
 
@@ -73,7 +77,7 @@ class Shares:
             tenant: The tenant.
             more: Units of a copy that it would hold beside the others; 0 for none.
         """
-        held = self._held[tenant] + (self._size(more) if more else 0)
+        held = self._held[tenant] + (self.size(more) if more else 0)
         return held / self._num_slots - self._num_units * self._weights[tenant] / self._total_weight
 
     def load(self, tenant: str) -> float:
@@ -100,7 +104,7 @@ class Shares:
         Once nobody is above, the rest in their order.
 
         Args:
-            copies: Copies that may go, least recently used first.
+            copies: Copies that may go, in the order in which they go.
             loader: Tenant for which room is made.
             more: Units of the copy that it will hold beside the others.
         """
@@ -118,11 +122,7 @@ class Shares:
             copy = lines[most].popleft()
             if not lines[most]:
                 del lines[most]
-            excess[most] -= self._size(copy.num_units) / self._num_slots
+            excess[most] -= self.size(copy.num_units) / self._num_slots
             gone.add(id(copy))
             yield copy
         yield from (copy for copy in rest if id(copy) not in gone)
-
-    def _size(self, num_units: int) -> int:
-        """Returns what a copy counts as, in units over the number of slots."""
-        return max(num_units * self._num_slots, self._num_units)

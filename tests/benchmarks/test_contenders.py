@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.adapters import write_adapter
 from benchmarks.breakdown import prefill_parts
 from benchmarks.contenders.process import Process, Setup
 from benchmarks.models import adapter_bytes, write_random_llama
+from benchmarks.random_adapters import write_adapter
 from benchmarks.workload import AdapterKey, Run, Workload, agreement
 from veneer.artifact import check, describe_base
 

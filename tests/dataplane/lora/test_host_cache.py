@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from dataplane.lora.eviction import Recency
 from dataplane.lora.host_cache import HostCache, HostCacheFullError
 from veneer.errors import InvalidArgumentError
 
@@ -19,16 +20,40 @@ def cache(tmp_path):
     return HostCache(tmp_path / "images", max_bytes=100)
 
 
-def test_the_least_recently_used_file_makes_room(cache):
+def use(cache, version):
+    cache.hold(version)
+    cache.let_go(version)
+
+
+def test_the_file_used_least_makes_room(cache):
     put(cache, "a", 40)
     put(cache, "b", 40)
+    use(cache, "a")
+    use(cache, "a")
+    use(cache, "b")
     assert cache.find("a") == cache.path("a")
     assert put(cache, "c", 40) == ("b",)
-    assert cache.versions() == ("a", "c")
+    assert cache.versions() == ("c", "a")
     assert cache.find("b") is None
     assert not cache.path("b").exists()
     assert cache.num_bytes == 80
     assert (cache.counters.hits, cache.counters.misses, cache.counters.evictions) == (1, 1, 1)
+
+
+def test_of_files_used_alike_the_largest_makes_room(cache):
+    for version, size in (("a", 20), ("b", 50), ("c", 20)):
+        put(cache, version, size)
+        use(cache, version)
+    assert put(cache, "d", 30) == ("b",)
+
+
+def test_by_recency_the_file_used_longest_ago_makes_room(tmp_path):
+    cache = HostCache(tmp_path / "images", max_bytes=100, policy=Recency())
+    for version, size in (("a", 20), ("b", 60)):
+        put(cache, version, size)
+    use(cache, "b")
+    use(cache, "a")
+    assert put(cache, "c", 50) == ("b",)
 
 
 def test_a_held_file_never_makes_room(cache):
@@ -114,13 +139,13 @@ def test_what_is_no_image_does_not_stop_the_start_nor_stand_in_an_images_way(tmp
         assert cache.find(version).read_bytes() == b"x" * 40
 
 
-def test_on_a_full_disk_the_least_recently_used_files_give_way_but_none_in_use(cache):
+def test_on_a_full_disk_the_files_worth_least_give_way_but_none_in_use(cache):
     for version in "abcd":
         put(cache, version, 20)
     cache.hold("a")
     assert cache.give_way() == ("b",)
     assert not cache.path("b").exists()
-    assert cache.versions() == ("a", "c", "d")
+    assert cache.versions() == ("c", "d", "a")
     for version in "cd":
         cache.hold(version)
     assert cache.give_way() == ()

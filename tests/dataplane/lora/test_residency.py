@@ -6,6 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
+from dataplane.lora.eviction import Recency
 from dataplane.lora.residency import DoesNotFitError, Residency
 
 UNIT = 1024
@@ -56,8 +57,8 @@ def test_a_miss_is_remembered_until_the_version_is_on_the_device():
     assert residency.counters.misses == 1
 
 
-def test_the_least_recently_used_unleased_version_makes_room():
-    residency = make(max_slots=3)
+def test_by_recency_the_least_recently_used_unleased_version_makes_room():
+    residency = make(max_slots=3, policy=Recency())
     leases = {version: load(residency, version) for version in "abc"}
     for version in "bca":
         residency.release(leases[version])
@@ -69,6 +70,56 @@ def test_the_least_recently_used_unleased_version_makes_room():
     assert plan.slot == leases["c"].slot
     assert places(residency) == {"a": "device", "b": "device", "c": "host", "d": "loading"}
     residency.release(held)
+
+
+def next_victims(residency, version, units=1):
+    """Loads a version and returns what made room for it."""
+    stage(residency, version, units)
+    assert residency.acquire(version) is None
+    plan = residency.next_load()
+    residency.commit(plan)
+    residency.withdraw(version)
+    return [evicted.version for evicted in plan.evicted]
+
+
+def test_the_version_used_least_makes_room_and_is_known_when_it_comes_back():
+    residency = make(max_slots=2)
+    for version in "aab":
+        lease = load(residency, version) if version not in places(residency) else residency.acquire(version)
+        residency.release(lease)
+    assert next_victims(residency, "c") == ["b"]
+    residency.release(residency.acquire("c"))
+    assert next_victims(residency, "b") == ["c"], "used once, as b was, but b is used again"
+    for _ in range(2):
+        residency.release(residency.acquire("b"))
+    assert next_victims(residency, "c") == ["a"]
+
+
+def test_of_two_used_alike_the_one_that_takes_more_room_goes_first():
+    residency = make(max_slots=8, num_units=4)
+    for version, units in (("small", 1), ("large", 2)):
+        residency.release(load(residency, version, units))
+    assert next_victims(residency, "new", 2) == ["large"]
+
+
+def test_a_version_without_a_host_image_stays_longer():
+    residency = make(max_slots=2)
+    for version in "ab":
+        residency.release(load(residency, version))
+    residency.unstage("a")
+    assert next_victims(residency, "c") == ["b"]
+    stage(residency, "a")
+    residency.release(residency.acquire("c"))
+    assert next_victims(residency, "d") == ["a"]
+
+
+def test_what_requests_wait_for_goes_after_what_nobody_waits_for():
+    residency = make(max_slots=2, quantum_tokens=0)
+    for version in "aab":
+        lease = load(residency, version) if version not in places(residency) else residency.acquire(version)
+        residency.release(lease)
+    residency.want("b")
+    assert next_victims(residency, "c") == ["a"]
 
 
 def test_a_leased_version_is_never_evicted():
