@@ -18,7 +18,7 @@ class Settings(BaseSettings):
 
     Attributes:
         model_dir: Hugging Face folder of the base model.
-        device: `cpu`, or a torch device name.
+        device: `cpu`, or `cuda`: the card that `CUDA_VISIBLE_DEVICES` names first (docs/gpu.md).
         dtype: Weights, activations, adapters and KV cache.
         stepping: `overlapped` (a step is planned while the one before runs), `serial`, or `auto`: what is faster on the device.
         cpu_form: `native` (built on first use, where a C++ compiler is), `torch`, or `auto`: native where it can be had.
@@ -80,7 +80,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="VENEER_DATAPLANE_", frozen=True, extra="forbid", protected_namespaces=())
 
     model_dir: Path
-    device: str = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     cpu_form: Literal["auto", "native", "torch"] = "auto"
     stepping: Literal["auto", "serial", "overlapped"] = "auto"

@@ -26,6 +26,7 @@ class FilledStep:
         picks: The rows whose token is chosen, in the order of the batch's sampled rows.
         scored: The planned rows that have targets; their logits come after those of the picks.
         decode_seats: int64 [D], seats of the first rows.
+        pick_seats: int64 [S], seats of the picks; it begins with those of the decodes.
     """
 
     batch: Batch
@@ -33,23 +34,48 @@ class FilledStep:
     picks: Picks
     scored: tuple[PlannedRows, ...]
     decode_seats: torch.Tensor
+    pick_seats: torch.Tensor
+
+
+class PinnedBlock:
+    """Host memory that is written while the copy of another block may still be on its way.
+
+    Attributes:
+        data: int64 [size].
+    """
+
+    def __init__(self, size: int, *, pinned: bool) -> None:
+        self.data = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+        self._numbers: npt.NDArray[np.int64] = self.data.numpy()
+        self._copied: torch.cuda.Event | None = None
+
+    def wait(self) -> npt.NDArray[np.int64]:
+        """Returns the block for writing, once its last copy was made."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._numbers
+
+    def send(self, target: torch.Tensor, count: int) -> None:
+        """Starts the copy of the first `count` numbers on the current stream."""
+        target[:count].copy_(self.data[:count], non_blocking=True)
+        self._copied = self._copied or torch.cuda.Event()
+        self._copied.record()
 
 
 class StepBuffers:
     """Owned by the runner. The record that `fill` returns is valid until the next `fill`.
 
-    The block is int64: ids, positions and cache rows [max_step_tokens each], seats and lengths [max_sequences each], rows that
-    give logits [max_sequences + MAX_SCORED_ROWS], then the page lists of the step. On the CPU the model reads this very memory;
-    elsewhere one copy moves the used part to the device.
+    The block is int64: ids, positions and cache rows [max_step_tokens each], seats of picks and lengths [max_sequences each],
+    rows that give logits [max_sequences + MAX_SCORED_ROWS], then the page lists of the step. On the CPU the model reads this very
+    memory; for a device two pinned blocks take turns, and one copy moves the used part of one there.
     """
 
     def __init__(self, *, max_step_tokens: int, max_sequences: int, max_pages: int, device: torch.device) -> None:
         sizes = (*3 * (max_step_tokens,), *2 * (max_sequences,), max_sequences + MAX_SCORED_ROWS)
         size = sum(sizes) + max_sequences * max_pages
-        host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._host = host
-        self._device = host if device.type == "cpu" else torch.zeros(size, dtype=torch.int64, device=device)
-        self._numbers: npt.NDArray[np.int64] = host.numpy()
+        on_cpu = device.type == "cpu"
+        self._hosts = [PinnedBlock(size, pinned=not on_cpu) for _ in range(1 if on_cpu else 2)]
+        self._device = self._hosts[0].data if on_cpu else torch.zeros(size, dtype=torch.int64, device=device)
         self._starts = list(itertools.accumulate(sizes, initial=0))
         self._table = np.zeros((max_sequences, max_pages), dtype=np.int64)
 
@@ -68,7 +94,9 @@ class StepBuffers:
         num_single = num_decodes + sum(planned.count == 1 for planned in rows)
 
         at_ids, at_positions, at_rows, at_seats, at_lengths, at_sampled, end = self._starts
-        numbers = self._numbers
+        host = self._hosts[0]
+        self._hosts.reverse()
+        numbers = host.wait()
         numbers[at_ids + num_decodes : at_ids + num_tokens] = list(itertools.chain.from_iterable(planned.ids for planned in rows))
         numbers[at_positions : at_positions + num_tokens] = positions
         numbers[at_rows : at_rows + num_tokens] = pages * kv.rows_per_page + positions % kv.page_size
@@ -77,6 +105,7 @@ class StepBuffers:
         others = [index for index, planned in enumerate(rows) if planned.sampling is not None]
         scored = [index for index, planned in enumerate(rows) if planned.targets]
         num_sampled = num_logits = num_decodes + len(others)
+        numbers[at_seats + num_decodes : at_seats + num_sampled] = seats[num_decodes:][others]
         numbers[at_sampled : at_sampled + num_decodes] = np.arange(num_decodes)
         numbers[at_sampled + num_decodes : at_sampled + num_sampled] = (firsts + counts - 1)[num_decodes:][others]
         for index in scored:
@@ -99,9 +128,9 @@ class StepBuffers:
             spans.append((end, end + count))
             end += count
 
-        if self._device is not self._host:
-            self._device[:end].copy_(self._host[:end], non_blocking=True)
         on_device = self._device
+        if on_device is not host.data:
+            host.send(on_device, end)
         batch = Batch(
             ids=on_device[at_ids : at_ids + num_tokens],
             positions=on_device[at_positions : at_positions + num_tokens],
@@ -124,6 +153,7 @@ class StepBuffers:
             picks=picks,
             scored=tuple(rows[index] for index in scored),
             decode_seats=on_device[at_seats : at_seats + num_decodes],
+            pick_seats=on_device[at_seats : at_seats + num_sampled],
         )
 
     def _add_pages(self, plan: Plan) -> None:

@@ -10,8 +10,8 @@ from veneer.errors import InvalidArgumentError, Violation
 
 _CHOICES = {
     "dtype": ("float32", "bfloat16", "float16"),
-    "device": ("cpu",),
-    "cpu_form": ("auto", "native", "torch"),
+    "device": ("cpu", "cuda"),
+    "cpu_form": ("auto", "native", "torch", "triton"),
     "stepping": ("auto", "serial", "overlapped"),
     "eviction": ("usage", "lru"),
 }
@@ -44,9 +44,10 @@ class EngineConfig:
 
     Attributes:
         model_dir: Hugging Face folder of the base model.
-        device: `cpu`; the low-rank product has no form for another device yet.
+        device: `cpu` or `cuda` (docs/gpu.md).
         dtype: Weights, activations and KV cache: float32, bfloat16 or float16.
-        cpu_form: `native` (kernels/cpu.cpp, built where a compiler is), `torch`, or `auto`: native where it can be had.
+        cpu_form: `native` (kernels/cpu.cpp, built where a compiler is), `torch`, or `auto`: native where it can be had. `triton`
+            is for tests: the form of a device, in Triton's interpreter.
         batch_invariant: Bits of logits and tokens depend on the request alone, not on what runs beside it (docs/invariance.md).
         stepping: `overlapped` (a step is planned while the one before runs), `serial`, or `auto`: what is faster on the device.
         num_threads: Threads of the math library; 0 leaves its own choice.
@@ -132,9 +133,14 @@ class EngineConfig:
             raise InvalidArgumentError.of(faults)
 
     @property
+    def has_device_form(self) -> bool:
+        """Whether the form of a device computes, on one or in the interpreter."""
+        return self.device != "cpu" or self.cpu_form == "triton"
+
+    @property
     def overlaps_steps(self) -> bool:
         """Whether a step is planned while the one before it runs."""
-        return self.stepping == "overlapped" or (self.stepping == "auto" and self.device != "cpu")
+        return self.stepping == "overlapped" or (self.stepping == "auto" and self.has_device_form)
 
     def to_json(self) -> str:
         """Returns one line of JSON."""

@@ -12,6 +12,7 @@ import torch
 
 from dataplane.engine.adapters import DeviceAdapters
 from dataplane.engine.config import EngineConfig
+from dataplane.engine.forms import find_gpu
 from dataplane.engine.grammar import GrammarCompiler, Grammars
 from dataplane.engine.intake import Arrival, Intake
 from dataplane.engine.kv_cache import PagePool
@@ -37,6 +38,7 @@ from dataplane.engine.messages import (
 )
 from dataplane.engine.plan import Plan, Result, TokenMask
 from dataplane.engine.queue_times import QueueTimes
+from dataplane.engine.queued import QueuedStepping
 from dataplane.engine.runner import Runner
 from dataplane.engine.scheduler import Scheduler
 from dataplane.engine.stepping import OverlappedStepping, SerialStepping, Stepping
@@ -59,12 +61,13 @@ class Engine:
 
     Raises:
         InvalidArgumentError: The model folder cannot be served.
-        FailedPreconditionError: The settings do not fit into memory.
+        FailedPreconditionError: The settings do not fit into memory, or ask for a device that cannot serve.
     """
 
     def __init__(self, config: EngineConfig, emit: Emit) -> None:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
+        find_gpu(config)
         model = read_config(Path(config.model_dir))
         memory = plan_memory(config, model)
         available = available_bytes(torch.device(config.device))
@@ -79,8 +82,7 @@ class Engine:
         self._wake = threading.Event()
         self._inbox: queue.SimpleQueue[Command | Arrival] = queue.SimpleQueue()
         self._runner = Runner(config, model, memory)
-        overlaps = config.overlaps_steps
-        self._stepping: Stepping = (OverlappedStepping if overlaps else SerialStepping)(self._run_step)
+        self._stepping = self._choose_stepping(config)
         self._adapters = DeviceAdapters(config, self._runner.arena, wake=self._wake)
         self._pool = PagePool(memory.num_pages, config.page_size)
         limits = Limits(
@@ -104,9 +106,9 @@ class Engine:
         self._steps = self._generated = self._mixed_steps = 0
         self._max_adapters = self._max_rows = 0
         self._device_hits = self._host_hits = self._store_loads = 0
-        how = "each planned while the one before runs" if overlaps else "one after the other"
-        form = self._runner.form
-        lines = (*memory.lines(available), huge_pages_line(), f"CPU form        {form}", f"steps           {how}")
+        how = "each planned while the one before runs" if config.overlaps_steps else "one after the other"
+        form = f"{'form':<16}{self._runner.form}, on {config.device}"
+        lines = (*memory.lines(available), huge_pages_line(), form, f"{'steps':<16}{how}")
         self.ready = Ready(lines, memory.max_context, model.vocab_size)
 
     def send(self, command: Command) -> None:
@@ -127,6 +129,11 @@ class Engine:
             self._emit([Failed(request_id, "UNAVAILABLE", message) for request_id in self._request_ids()])
             self._grammars.stop()
             self._adapters.stop()
+
+    def _choose_stepping(self, config: EngineConfig) -> Stepping:
+        if not config.overlaps_steps:
+            return SerialStepping(self._run_step)
+        return QueuedStepping(self._runner) if config.has_device_form else OverlappedStepping(self._run_step)
 
     def _run_step(self, plan: Plan) -> list[Result]:
         return self._runner.run(plan)

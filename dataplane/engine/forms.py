@@ -1,10 +1,11 @@
-"""Chooses the form in which a machine computes: the native CPU form where there is one, PyTorch's operations elsewhere."""
+"""Chooses the form in which a machine computes: that of a device, the native CPU form, or PyTorch's operations."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -24,6 +25,9 @@ from kernels.sites import Site
 from kernels.tiled_low_rank import TiledLowRank
 from veneer.errors import FailedPreconditionError
 
+if TYPE_CHECKING:
+    from kernels.gpu.device import Gpu
+
 _log = logging.getLogger(__name__)
 
 
@@ -39,6 +43,10 @@ class StepLowRank(LowRank, Protocol):
 
 class NoNativeFormError(FailedPreconditionError):
     """`cpu_form = native` asks for a form that this machine or these shapes do not have."""
+
+
+class NoDeviceFormError(FailedPreconditionError):
+    """The settings ask for a device that this machine does not have, or for what its form does not do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +66,20 @@ class Forms:
     pieces: Pieces
 
 
+def model_sites(form: Architecture) -> tuple[Site, ...]:
+    """Returns the fused products; their slices are the projections, in order."""
+    sites = []
+    for name in dict.fromkeys(part.site for part in form.projections):
+        slices = [index for index, part in enumerate(form.projections) if part.site == name]
+        parts = [form.projections[index] for index in slices]
+        out_features = tuple(part.out_features for part in parts)
+        sites.append(Site.fused(name, first_slice=slices[0], in_features=parts[0].in_features, out_features=out_features))
+    return tuple(sites)
+
+
 def find_native(config: EngineConfig, model: Architecture) -> Native | NativeFormError | None:
     """Returns the library that computes, or why it cannot, or None where the settings ask for PyTorch's operations."""
-    if config.cpu_form == "torch" or config.device != "cpu":
+    if config.cpu_form == "torch" or config.has_device_form:
         return None
     try:
         return _native(config, model)
@@ -78,12 +97,38 @@ def _native(config: EngineConfig, model: Architecture) -> Native:
     return native
 
 
+def find_gpu(config: EngineConfig) -> Gpu | None:
+    """Returns what the device can do; None where the CPU's own forms compute. Triton is imported only where it computes.
+
+    Raises:
+        NoDeviceFormError: Names the device and the limit.
+    """
+    if not config.has_device_form:
+        return None
+    asked = f"device = {config.device}" if config.device != "cpu" else f"cpu_form = {config.cpu_form}"
+    if config.batch_invariant:
+        raise NoDeviceFormError(f"{asked} has no batch-invariant form: the library's products add up by the number of rows")
+    if find_spec("triton") is None:
+        raise NoDeviceFormError(f"{asked} cannot be had: triton is not installed")
+    from kernels.gpu.device import UnsupportedDeviceError, probe
+
+    try:
+        return probe(config.device)
+    except UnsupportedDeviceError as error:
+        raise NoDeviceFormError(f"{asked} cannot be had: {error}") from error
+
+
 def choose_forms(config: EngineConfig, model: Architecture, *, kv: PagedKv, arena: Arena, sites: tuple[Site, ...]) -> Forms:
     """Returns the forms that `config.cpu_form` asks for; `auto` takes the native one where it can be had and logs why not.
 
     Raises:
         NoNativeFormError: The native form is asked for by name and cannot be had.
+        NoDeviceFormError: Likewise that of a device.
     """
+    if (gpu := find_gpu(config)) is not None:
+        from dataplane.engine.device_forms import device_forms
+
+        return device_forms(config, model, kv=kv, arena=arena, sites=sites, gpu=gpu)
     native, suffix = find_native(config, model), ", batch-invariant" * config.batch_invariant
     if isinstance(native, Native):
         return Forms(

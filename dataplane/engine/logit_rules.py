@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dataplane.engine.messages import MAX_BAD_WORD_TOKENS, Sampling
 from dataplane.engine.plan import Pick, PlannedRows
+from dataplane.engine.upload import upload
 from veneer.errors import InvalidArgumentError, VeneerError
 
 _LARGEST = 1e30
@@ -65,7 +66,7 @@ class LogitRules:
         seat = self._seats[rows.seat] = _Seat()
         if sampling.logit_bias:
             tokens, numbers = zip(*sampling.logit_bias, strict=True)
-            seat.bias = self._ids(tokens), torch.tensor(numbers, dtype=torch.float32, device=self._device)
+            seat.bias = self._ids(tokens), upload(numbers, torch.float32, self._device)
         if sampling.min_tokens:
             seat.stops = self._ids([token for token in sampling.stop_token_ids if token < self._shape[1]])
         single = [word[0] for word in sampling.bad_words if len(word) == 1]
@@ -165,7 +166,7 @@ class LogitRules:
         assert self._prompt is not None, "it is made with the counts"
         settings = [rows[i].sampling for i in penalised]
         repetition, frequency, presence = (
-            torch.tensor(numbers, dtype=torch.float32, device=self._device)[:, None]
+            upload(numbers, torch.float32, self._device)[:, None]
             for numbers in zip(
                 *((one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for one in settings), strict=True
             )
@@ -186,11 +187,12 @@ class LogitRules:
         self._prompt[seat, self._ids(prompt)] = True
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64, device=self._device)
+        return upload(tokens, torch.int64, self._device)
 
     def _rows(self, places: Sequence[int], lists: Sequence[Tensor]) -> Tensor:
         """Returns the row of each entry of the lists put together."""
-        return self._ids(places).repeat_interleave(self._ids([len(one) for one in lists]))
+        sizes = [len(one) for one in lists]
+        return self._ids(places).repeat_interleave(self._ids(sizes), output_size=sum(sizes))
 
 
 def _has_penalty(sampling: Sampling) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dataplane.engine.config import EngineConfig
-from dataplane.engine.forms import find_native
+from dataplane.engine.forms import find_gpu, find_native, model_sites
 from dataplane.engine.sequence import MAX_SCORED_ROWS
 from dataplane.model.architecture import Architecture
 from dataplane.model.decoder import weight_bytes
@@ -100,17 +100,26 @@ def _form_bytes(config: EngineConfig, model: Architecture, *, page_bytes: int, m
 
     The native form reads pages and rank rows in place and holds the shrunk rows of one site, in float32. PyTorch's gathers the
     pages of a layer, and keeps all rank rows of a step gathered, site by site; with `batch_invariant` the pages of one row only.
+    A device's holds the shrunk rows of one site for every tile of a step.
     """
     if isinstance(find_native(config, model), Native):
         most_slices = max(Counter(part.site for part in model.projections).values())
         return config.max_step_tokens * most_slices * config.max_rank * 4 if config.arena_bytes else 0
-    sequences = 1 if config.batch_invariant else config.max_sequences
-    pages = 2 * sequences * -(-max_context // config.page_size) * page_bytes // model.num_layers
+    gathered = _gathered_bytes(config, model, page_bytes=page_bytes, max_context=max_context)
+    if (gpu := find_gpu(config)) is not None:
+        from dataplane.engine.device_forms import scratch_bytes
+
+        return gathered + scratch_bytes(config, sites=model_sites(model), gpu=gpu, dtype=dtype)
     rank_row = model.num_layers * sum(part.in_features + part.out_features for part in model.projections)
     keeps_rows = config.arena_bytes and not config.batch_invariant
-    return min(pages, 2 * config.kv_bytes // model.num_layers) + (
-        config.max_step_rank_rows * rank_row * dtype.itemsize if keeps_rows else 0
-    )
+    return gathered + (config.max_step_rank_rows * rank_row * dtype.itemsize if keeps_rows else 0)
+
+
+def _gathered_bytes(config: EngineConfig, model: Architecture, *, page_bytes: int, max_context: int) -> int:
+    """Returns the pages of one layer as PyTorch's attention gathers them."""
+    sequences = 1 if config.batch_invariant else config.max_sequences
+    pages = 2 * sequences * -(-max_context // config.page_size) * page_bytes // model.num_layers
+    return min(pages, 2 * config.kv_bytes // model.num_layers)
 
 
 def check_fits(plan: MemoryPlan, available: int | None) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,30 +11,19 @@ from torch import Tensor
 
 from dataplane.engine.batch import StepBuffers
 from dataplane.engine.config import EngineConfig
-from dataplane.engine.forms import choose_forms
+from dataplane.engine.forms import choose_forms, model_sites
 from dataplane.engine.memory import MemoryPlan
 from dataplane.engine.messages import Logprobs
-from dataplane.engine.plan import Chosen, Picks, Plan, Result
+from dataplane.engine.plan import Chosen, Plan, Result
 from dataplane.engine.sampler import Sampler, failed
 from dataplane.engine.stopwatch import Stopwatch
+from dataplane.engine.upload import upload
 from dataplane.lora.arena import Arena
 from dataplane.model.architecture import Architecture
 from dataplane.model.attention import PagedKv
 from dataplane.model.loader import DTYPES, load_decoder
 from kernels.rows import build_rank_rows
-from kernels.sites import Site
 from veneer.errors import VeneerError
-
-
-def model_sites(form: Architecture) -> tuple[Site, ...]:
-    """Returns the fused products; their slices are the projections, in order."""
-    sites = []
-    for name in dict.fromkeys(part.site for part in form.projections):
-        slices = [index for index, part in enumerate(form.projections) if part.site == name]
-        parts = [form.projections[index] for index in slices]
-        out_features = tuple(part.out_features for part in parts)
-        sites.append(Site.fused(name, first_slice=slices[0], in_features=parts[0].in_features, out_features=out_features))
-    return tuple(sites)
 
 
 def model_features(form: Architecture) -> tuple[tuple[int, int], ...]:
@@ -42,14 +31,36 @@ def model_features(form: Architecture) -> tuple[tuple[int, int], ...]:
     return tuple((part.in_features, part.out_features) for part in form.projections)
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that is queued on the device, or done.
+
+    Attributes:
+        plan: Its plan.
+        tokens: int64 [S] in host memory, -1 where logits were not finite; valid once `ready` came.
+        more: By row, what there is beside or instead of the token.
+        scores: Of rows that are scored.
+        ready: Comes when the tokens are there; None where they are already.
+    """
+
+    plan: Plan
+    tokens: Tensor
+    more: Mapping[int, Chosen]
+    scores: Sequence[tuple[Logprobs, ...] | VeneerError | None]
+    ready: torch.cuda.Event | None
+
+
 class Runner:
     """Owns model, KV tensor, step buffers, low-rank buffers and per-seat state on the device. Called by the step loop only.
+
+    A device computes what is queued in order, so a step may be launched before the one in front of it is finished; no more than
+    two may be unfinished.
 
     Attributes:
         arena: Adapters on the device.
         kv: The KV tensor.
         form: Name of the form that computes, for the printed plan.
-        watch: Seconds of `run` by part: `fill`, `forward`, `sample`.
+        watch: Seconds of the host by part: `fill`, `forward`, `sample`, and `wait` where a device computes.
     """
 
     def __init__(self, config: EngineConfig, model: Architecture, memory: MemoryPlan) -> None:
@@ -85,17 +96,24 @@ class Runner:
             row_by_row=config.batch_invariant,
         )
         self._last_token = torch.zeros(config.max_sequences, dtype=torch.int64, device=device)
+        self._no_tokens = torch.empty(0, dtype=torch.int64)
+        on_cuda = device.type == "cuda"
+        self._hosts = [torch.empty(config.max_sequences, dtype=torch.int64, pin_memory=on_cuda) for _ in range(2)]
         self._device = device
         self.watch = Stopwatch()
 
-    @torch.inference_mode()
     def run(self, plan: Plan) -> list[Result]:
         """Runs one step and returns what came of the rows that sample or are scored, in order."""
+        return self.finish(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Launched:
+        """Queues one step. Where a device computes, the host waits for it only if rows have rules, reports or scores."""
         self.watch.start()
         new_pages = [page for _, _, page in plan.decodes.new_pages]
         new_pages += [page for rows in plan.rows for page in rows.new_pages[rows.num_shared_pages :]]
         if new_pages:
-            self.kv.clear(torch.tensor(new_pages, device=self._device))
+            self.kv.clear(upload(new_pages, torch.int64, self._device))
         step = self._buffers.fill(plan, self.kv)
         step.batch.ids[: len(step.decode_seats)] = self._last_token[step.decode_seats]
         for planned in plan.rows:
@@ -105,22 +123,41 @@ class Runner:
         logits = self._model.forward(step.batch, self._attention, self._low_rank)
         self.watch.lap("forward")
         num_sampled = len(step.picks)
-        results = self._sample(logits[:num_sampled], step.picks) if num_sampled else []
+        tokens = self._no_tokens
+        more: Mapping[int, Chosen] = {}
+        scores: Sequence[tuple[Logprobs, ...] | VeneerError | None] = ()
+        if num_sampled:
+            samples = self._sampler.sample(logits[:num_sampled], step.picks)
+            self._last_token[step.pick_seats] = samples.tokens
+            tokens, more = torch.where(samples.finite, samples.tokens, -1), samples.more
         if step.scored:
-            results = _with_scores(plan, results, self._sampler.score(logits[num_sampled:], step.scored))
+            scores = self._sampler.score(logits[num_sampled:], step.scored)
         self.watch.lap("sample")
-        return results
+        host, ready = self._on_host(tokens)
+        return Launched(plan, host, more, scores, ready)
 
-    def _sample(self, logits: Tensor, picks: Picks) -> list[Result]:
-        samples = self._sampler.sample(logits, picks)
-        self._last_token[torch.from_numpy(picks.seats).to(self._device)] = samples.tokens
-        results: list[Result] = samples.tokens.tolist()
-        for i in (~samples.finite).nonzero().squeeze(1).tolist():
-            results[i] = None
-        for i, more in samples.more.items():
+    def finish(self, launched: Launched) -> list[Result]:
+        """Waits for a step and returns what came of the rows that sample or are scored, in order."""
+        if launched.ready is not None:
+            self.watch.start()
+            launched.ready.synchronize()
+            self.watch.lap("wait")
+        results: list[Result] = [None if token < 0 else token for token in launched.tokens.tolist()]
+        for i, more in launched.more.items():
             if results[i] is not None:
                 results[i] = more
-        return results
+        return _with_scores(launched.plan, results, launched.scores) if launched.scores else results
+
+    def _on_host(self, tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Starts the one copy of a step from the device; steps take the two host buffers in turn."""
+        if tokens.device.type != "cuda":
+            return tokens, None
+        host = self._hosts[0][: len(tokens)]
+        self._hosts.reverse()
+        host.copy_(tokens, non_blocking=True)
+        ready = torch.cuda.Event(blocking=True)
+        ready.record()
+        return host, ready
 
 
 def _with_scores(plan: Plan, results: list[Result], scores: Sequence[tuple[Logprobs, ...] | VeneerError | None]) -> list[Result]:

@@ -14,6 +14,7 @@ from dataplane.engine.logit_rules import LogitRules
 from dataplane.engine.logprobs import report
 from dataplane.engine.messages import Logprobs, Sampling
 from dataplane.engine.plan import Chosen, Pick, Picks, PlannedRows
+from dataplane.engine.upload import upload
 from dataplane.model.pieces import Pieces, TorchPieces
 from veneer.errors import InternalError, VeneerError
 
@@ -130,20 +131,20 @@ class Sampler:
         drawn = [i for i, sampling in enumerate(picks.settings) if sampling.temperature > 0]
         if not special:
             if drawn:
-                chosen = torch.tensor(drawn, device=logits.device)
+                chosen = upload(drawn, torch.int64, logits.device)
                 tokens[chosen] = self._draw(torch.where(finite[chosen, None], logits[chosen].float(), 0.0), drawn, picks)
             return Samples(tokens, finite, {i: failed(error) for i, error in faults.items()})
-        at = torch.tensor(special, device=logits.device)
+        at = upload(special, torch.int64, logits.device)
         ruled = torch.where(finite[at, None], logits[at].float(), 0.0)
         faults |= {special[k]: error for k, error in self._rules.apply(ruled, [picks.special[i] for i in special]).items()}
         tokens[at] = ruled.argmax(dim=-1)
         drawn = [i for i in drawn if i not in faults]
         if drawn:
-            chosen = torch.tensor(drawn, device=logits.device)
+            chosen = upload(drawn, torch.int64, logits.device)
             shaped = torch.where(finite[chosen, None], logits[chosen].float(), 0.0)
             place = {i: k for k, i in enumerate(special)}
             if both := [(d, place[i]) for d, i in enumerate(drawn) if i in place]:
-                to, of = torch.tensor(both, device=logits.device).unbind(1)
+                to, of = (upload(side, torch.int64, logits.device) for side in zip(*both, strict=True))
                 shaped[to] = ruled[of]
             tokens[chosen] = self._draw(shaped, drawn, picks)
         good = finite.tolist()
@@ -197,7 +198,7 @@ class Sampler:
             return apart
 
     def _score(self, logits: Tensor, rows: Sequence[PlannedRows]) -> Iterator[tuple[Logprobs, ...] | None]:
-        targets = torch.tensor([token for planned in rows for token in planned.targets], device=logits.device)
+        targets = upload([token for planned in rows for token in planned.targets], torch.int64, logits.device)
         num_top = [planned.num_top for planned in rows for _ in planned.targets]
         size = 1 if self._row_by_row else len(num_top)
         reported = itertools.chain.from_iterable(
@@ -223,7 +224,7 @@ class Sampler:
         more = {i: failed(error) for i, error in faults.items()}
         counts = {i: number for i in whole if (number := special[i].sampling.logprobs) is not None}
         if counts:
-            at = torch.tensor(list(counts), device=logits.device)
+            at = upload(list(counts), torch.int64, logits.device)
             reported = report(logits[at], tokens[at], list(counts.values()))
             more |= {i: Chosen(int(tokens[i]), one) for i, one in zip(counts, reported, strict=True)}
         return more
@@ -245,7 +246,7 @@ def _own_fault(error: Exception) -> VeneerError:
 def _draw(logits: Tensor, settings: list[Sampling], noise: list[float]) -> Tensor:
     """Draws one token a row, [R]; logits are float32 [R, vocab] and finite at their maximum."""
     device = logits.device
-    temperature = torch.tensor([sampling.temperature for sampling in settings], device=device)
+    temperature = upload([sampling.temperature for sampling in settings], torch.float32, device)
     ends = torch.finfo(logits.dtype)
     scaled = (logits / temperature[:, None].clamp(min=1e-5)).clamp(ends.min, ends.max)
     scaled -= scaled.amax(dim=-1, keepdim=True)
@@ -253,13 +254,24 @@ def _draw(logits: Tensor, settings: list[Sampling], noise: list[float]) -> Tenso
     few, few_ids = scaled.topk(min(_PREFILTER, scaled.shape[1]), dim=-1)
     picked, decided = _pick(few, mass, settings, noise, vocab=scaled.shape[1])
     tokens = few_ids.gather(1, picked[:, None]).squeeze(1)
-    open_rows = (~decided).nonzero().squeeze(1)
-    if open_rows.numel():
+    left = _undecided(decided, settings, whole=few.shape[1] == scaled.shape[1])
+    if left:
+        open_rows = upload(left, torch.int64, device)
         values, ids = scaled[open_rows].sort(dim=-1, descending=True, stable=True)
-        left = open_rows.tolist()
         picked, _ = _pick(values, mass[open_rows], [settings[i] for i in left], [noise[i] for i in left], vocab=scaled.shape[1])
         tokens[open_rows] = ids.gather(1, picked[:, None]).squeeze(1)
     return tokens
+
+
+def _undecided(decided: Tensor, settings: list[Sampling], *, whole: bool) -> list[int]:
+    """Returns the rows that have to be drawn among all tokens.
+
+    To ask a device which rows its candidates decided would be to wait for it: there they are those for which it is not certain.
+    """
+    if decided.device.type == "cpu":
+        rows: list[int] = (~decided).nonzero().squeeze(1).tolist()
+        return rows
+    return [] if whole else [i for i, sampling in enumerate(settings) if not 0 < sampling.top_k <= _PREFILTER]
 
 
 def _pick(values: Tensor, mass: Tensor, settings: list[Sampling], noise: list[float], *, vocab: int) -> tuple[Tensor, Tensor]:
@@ -279,7 +291,7 @@ def _pick(values: Tensor, mass: Tensor, settings: list[Sampling], noise: list[fl
     whole = num == vocab
 
     def column(numbers: list[float]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.float64, device=device)[:, None]
+        return upload(numbers, torch.float64, device)[:, None]
 
     top_k = column([float(sampling.top_k or vocab) for sampling in settings])
     top_p = column([sampling.top_p for sampling in settings])

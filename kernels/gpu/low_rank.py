@@ -105,6 +105,11 @@ class TritonLowRank:
         self._is_active = False
         self._single: int | None = None
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory on the device beside arena and descriptors."""
+        return sum(tensor.nbytes for tensor in (self._h, self._entries, self._planes, self._arrived))
+
     def begin_step(self, rows: RankRows) -> None:
         """Sends the step's metadata to the device; call it once before the step's first `add_`."""
         self._num_rows = rows.row_slot.size

@@ -16,7 +16,7 @@ def test_settings_survive_json() -> None:
 def test_every_bad_setting_is_named() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         EngineConfig(
-            model_dir="/m", dtype="int8", device="cuda", max_sequences=64, max_step_tokens=8, max_step_rank_rows=20, page_size=0
+            model_dir="/m", dtype="int8", device="tpu", max_sequences=64, max_step_tokens=8, max_step_rank_rows=20, page_size=0
         )
     fields = {violation.field for violation in caught.value.violations}
     assert fields == {"dtype", "device", "max_step_tokens", "max_step_rank_rows", "page_size"}

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import dataplane.engine.forms
 from dataplane.engine.config import EngineConfig
-from dataplane.engine.forms import NoNativeFormError
+from dataplane.engine.engine import Engine
+from dataplane.engine.forms import NoDeviceFormError, NoNativeFormError
 from dataplane.engine.memory import plan_memory
 from dataplane.engine.runner import Runner
 from kernels.native import NativeFormError
@@ -58,3 +61,27 @@ def test_a_machine_without_a_compiler_serves_with_torch_and_says_why(
 def test_an_unknown_form_is_refused(tiny_config: Make) -> None:
     with pytest.raises(InvalidArgumentError, match="cpu_form"):
         tiny_config(cpu_form="fast")
+
+
+def test_a_device_that_is_not_there_is_refused_by_name_before_anything_is_loaded(tiny_config: Make) -> None:
+    with pytest.raises(NoDeviceFormError, match="device = cuda cannot be had: there is no CUDA device"):
+        Engine(tiny_config(device="cuda", model_dir="/nowhere"), list)
+
+
+def test_without_triton_a_device_is_refused(tiny_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataplane.engine.forms, "find_spec", lambda _: None)
+    with pytest.raises(NoDeviceFormError, match="triton is not installed"):
+        Engine(tiny_config(device="cuda"), list)
+
+
+def test_a_device_too_old_is_refused_with_its_name_and_the_limit(tiny_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SimpleNamespace(name="Old Card", major=7, minor=5, multi_processor_count=40)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: old)
+    with pytest.raises(NoDeviceFormError, match=r"Old Card has compute capability 7\.5; 8\.0 is needed"):
+        Engine(tiny_config(device="cuda"), list)
+
+
+def test_a_device_has_no_batch_invariant_form(tiny_config: Make) -> None:
+    with pytest.raises(NoDeviceFormError, match="no batch-invariant form"):
+        Engine(tiny_config(device="cuda", batch_invariant=True), list)

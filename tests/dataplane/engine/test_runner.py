@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from dataplane.engine.config import EngineConfig
+from dataplane.engine.forms import model_sites
 from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.limits import Limits
 from dataplane.engine.memory import plan_memory
 from dataplane.engine.messages import Sampling, Submit
 from dataplane.engine.plan import Plan
-from dataplane.engine.runner import Runner, model_features, model_sites
+from dataplane.engine.runner import Runner, model_features
 from dataplane.engine.scheduler import Scheduler
 from dataplane.lora.residency import Residency
 from tests.dataplane.engine.driving import rows_of
