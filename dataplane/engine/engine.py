@@ -133,7 +133,7 @@ class Engine:
     def _choose_stepping(self, config: EngineConfig) -> Stepping:
         if not config.overlaps_steps:
             return SerialStepping(self._run_step)
-        return QueuedStepping(self._runner) if config.has_device_form else OverlappedStepping(self._run_step)
+        return QueuedStepping(self._runner) if config.has_device_form else OverlappedStepping(self._run_step, wake=self._wake.set)
 
     def _run_step(self, plan: Plan) -> list[Result]:
         return self._runner.run(plan)

@@ -69,16 +69,25 @@ class OverlappedStepping:
     The loop has a thread of its own, and steps stay in the one that loaded the model: OpenMP keeps a team of threads for each
     thread that ever computed, and once the teams are more threads than there are processors it puts idle ones to sleep at once,
     which halved the speed of a single stream (SmolLM2-135M, 2 cores).
+
+    Args:
+        run: Runs one step.
+        wake: Ends what the loop waits for outside of `turn`, so that it hears of a signal that ends the drive.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, wake: Callable[[], None]) -> None:
         self._run = run
+        self._wake = wake
         self._plans: queue.SimpleQueue[Plan | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Done | BaseException] = queue.SimpleQueue()
         self._is_running = False
+        self._interruption: BaseException | None = None
 
     def drive(self, loop: Callable[[], None]) -> None:
-        """Runs the loop in another thread and steps in this one."""
+        """Runs the loop in another thread and steps in this one.
+
+        What is raised in this thread, as by the handler of a signal, is raised in the loop too: it has ended when this returns.
+        """
         raised: list[BaseException] = []
 
         def run_loop() -> None:
@@ -90,18 +99,27 @@ class OverlappedStepping:
                 self._plans.put(None)
 
         thread = threading.Thread(target=run_loop, name="engine-loop", daemon=True)
-        thread.start()
-        while (plan := self._plans.get()) is not None:
-            try:
-                self._done.put(_run(self._run, plan))
-            except BaseException as error:  # noqa: BLE001 - raised again where the step is asked for
-                self._done.put(error)
-        thread.join()
+        try:
+            thread.start()
+            while (plan := self._plans.get()) is not None:
+                try:
+                    self._done.put(_run(self._run, plan))
+                except BaseException as error:  # noqa: BLE001 - raised again where the step is asked for
+                    self._done.put(error)
+        except BaseException as error:
+            self._interruption = error
+            self._done.put(error)
+            self._wake()
+            raise
+        finally:
+            thread.join()
         if raised:
             raise raised[0]
 
     def turn(self, plan: Plan | None) -> Done | None:
         """Waits for the step before, if one runs, and starts the plan."""
+        if self._interruption is not None:
+            raise self._interruption
         done = self._done.get() if self._is_running else None
         self._is_running = False
         if isinstance(done, BaseException):
