@@ -8,6 +8,7 @@ logits.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dataplane.choices import seed_of
 from dataplane.engine.client import EngineClient
@@ -29,7 +31,7 @@ from dataplane.model.config import read_config
 from tests.fixtures.covering import pairwise
 from tests.fixtures.families import LONGEST, MODELS, VOCAB, make_setting
 from tests.fixtures.judge import check_logprobs, expected
-from tests.fixtures.oracle import Row, Setting, image_of
+from tests.fixtures.oracle import Oracle, Row, Setting, image_of, save_peft_adapter
 from veneer.artifact import describe_base
 
 pytestmark = [
@@ -40,7 +42,11 @@ pytestmark = [
 
 TOLERANCE = 1e-4
 LEAST_DECIDED = 0.88
-ADAPTERS = (None, "one-module", "two-modules", "rslora", "patterns", "some-layers")
+ACTIVATED = "activated"
+INVOCATION = (7, 8)
+"""Tokens of the prompt that activate the adapter of that name. Answers may not have the second one: the oracle looks for the last
+place in all that it is given."""
+ADAPTERS = (None, "one-module", "two-modules", "rslora", "patterns", "some-layers", ACTIVATED)
 ASKED: dict[str, tuple[Any, ...]] = {
     "adapter": ADAPTERS,
     "cache": ("none", "cold", "warm"),
@@ -68,24 +74,35 @@ class Load:
 
     Attributes:
         form: CPU form; `auto` is the native one where the model has it.
-        step_tokens: Rows of a step: prompts are cut into chunks of what decoding leaves of them.
+        steps: Rows of a step (prompts are cut into chunks of what decoding leaves of them), and whether the next one is planned
+            while it runs.
         preempted: Pages for two sequences, while eight have a seat.
     """
 
     form: str
-    step_tokens: int
+    steps: tuple[int, str]
     preempted: bool
 
     def __str__(self) -> str:
-        return f"{self.form}, steps of {self.step_tokens}{', preempted' if self.preempted else ''}"
+        size, stepping = self.steps
+        return f"{self.form}, {stepping} steps of {size}{', preempted' if self.preempted else ''}"
 
 
-LOADS = [Load(*values) for values in itertools.product(("torch", "auto"), (8, 19, 256), (False, True))]
+STEPS = ((8, "serial"), (19, "overlapped"), (256, "serial"))
+LOADS = [Load(*values) for values in itertools.product(("torch", "auto"), STEPS, (False, True))]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, what is asked of it, and what the oracle said so far."""
+    """A model, what is asked of it, and what the oracle said so far.
+
+    Attributes:
+        setting: The model and its adapters.
+        images: Image of each adapter.
+        warming: Requests that warm the cache.
+        submits: The requests that are judged.
+        known: The oracle's logits of each row.
+    """
 
     setting: Setting
     images: dict[str, Path]
@@ -101,6 +118,14 @@ class Case:
         return [self.known[row] for row in rows]
 
 
+def _invoke(prompt: tuple[int, ...], start: int) -> tuple[int, ...]:
+    """Returns a prompt that calls the activated adapter at two places, of which the later one counts."""
+    ids = [0 if token == INVOCATION[-1] else token for token in prompt]
+    for place in (start // 2, start):
+        ids[place : place + len(INVOCATION)] = INVOCATION
+    return tuple(ids)
+
+
 def _requests(seed: int) -> tuple[list[Submit], list[Submit]]:
     """Returns requests that warm the cache, and the requests that are judged."""
     random = np.random.default_rng(seed)
@@ -113,33 +138,34 @@ def _requests(seed: int) -> tuple[list[Submit], list[Submit]]:
         chosen: dict[str, Any] = {"temperature": 0.0, "max_tokens": LONGEST - 1 - length}
         chosen |= (RULES if asked["ruled"] else {}) | (DRAWN if asked["drawn"] else {}) | (REPORTED if asked["reported"] else {})
         salt = "" if asked["cache"] == "none" else f"salt {place}"
+        start = 0
+        if asked["adapter"] == ACTIVATED:
+            start = int(random.integers(1, length - len(INVOCATION) + 1))
+            prompt = _invoke(prompt, start)
+            chosen["logit_bias"] = (*chosen.get("logit_bias", ()), (INVOCATION[-1], -100.0))
+        fields: dict[str, Any] = {"version": asked["adapter"], "active_from": start, "cache_salt": salt}
         for index in range(asked["n"]):
             sampling = dict(chosen, seed=seed_of(place, index))
             if index:
                 sampling["prompt_logprobs"] = None
             submits.append(
-                Submit(
-                    request_id=f"{place}.{index}",
-                    tenant="t",
-                    prompt=prompt,
-                    sampling=Sampling(**sampling),
-                    version=asked["adapter"],
-                    cache_salt=salt,
-                )
+                Submit(request_id=f"{place}.{index}", tenant="t", prompt=prompt, sampling=Sampling(**sampling), **fields)
             )
         if warm:
             one = Sampling(max_tokens=1, temperature=0.0)
-            warming.append(
-                Submit(
-                    request_id=f"w{place}",
-                    tenant="t",
-                    prompt=prompt,
-                    sampling=one,
-                    version=asked["adapter"],
-                    cache_salt=salt,
-                )
-            )
+            warming.append(Submit(request_id=f"w{place}", tenant="t", prompt=prompt, sampling=one, **fields))
     return warming, submits
+
+
+def _with_activated(setting: Setting, folder: Path, modules: Seq[str]) -> Setting:
+    """Returns the setting with one adapter more, which tokens of the prompt activate."""
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32, attn_implementation="eager")
+    config: dict[str, Any] = {"r": 8, "lora_alpha": 8, "target_modules": list(modules), "task_type": "CAUSAL_LM"}
+    one = save_peft_adapter(base, folder / ACTIVATED, seed=6, strength=0.6, alora_invocation_tokens=list(INVOCATION), **config)
+    adapters = {**setting.adapters, ACTIVATED: one}
+    return dataclasses.replace(setting, adapters=adapters, theirs=Oracle(setting.model, adapters))
 
 
 @pytest.fixture(scope="module")
@@ -149,28 +175,33 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     def make(model: str) -> Case:
         if model not in cases:
             folder = tmp_path_factory.mktemp("engine")
-            setting = make_setting(MODELS[model], folder, tolerance=TOLERANCE)
+            setting = _with_activated(make_setting(MODELS[model], folder, tolerance=TOLERANCE), folder, MODELS[model].modules)
             base = describe_base(setting.model)
             images = {name: folder / f"{name}.image" for name in setting.adapters}
             for name, path in images.items():
                 write_image(path, image_of(name, setting.adapters[name], base=base))
-            cases[model] = Case(setting, images, *_requests(seed=len(cases)))
+            cases[model] = Case(setting, images, *_requests(seed=[*MODELS].index(model)))
         return cases[model]
 
     return make
 
 
+def _page_size(load: Load) -> int:
+    return 4 if load.form == "torch" else 16
+
+
 def _config(case: Case, load: Load) -> EngineConfig:
     form = read_config(case.setting.model)
-    page_size = 4 if load.form == "torch" else 16
+    page_size = _page_size(load)
     pages = -(-LONGEST // page_size)
-    num_pages = pages + pages // 2 if load.preempted else 40 * pages
+    num_pages = 2 * pages if load.preempted else 40 * pages
     return EngineConfig(
         model_dir=str(case.setting.model),
         dtype="float32",
         cpu_form=load.form,
         max_sequences=8,
-        max_step_tokens=load.step_tokens,
+        max_step_tokens=load.steps[0],
+        stepping=load.steps[1],
         page_size=page_size,
         kv_bytes=(num_pages + 1) * form.num_layers * 2 * page_size * form.kv_size * 4,
         arena_bytes=4 << 20,
@@ -178,6 +209,15 @@ def _config(case: Case, load: Load) -> EngineConfig:
         max_slots=4,
         max_context=LONGEST,
     )
+
+
+async def _idle(client: EngineClient) -> State:
+    """Returns the counters once the step in flight, which holds pages and leases longer than the last answer, is committed."""
+    async with asyncio.timeout(20):
+        while True:
+            state = await client.state()
+            if not (state.running or state.waiting or state.kv_pages_used or state.leases):
+                return state
 
 
 async def _answers(case: Case, load: Load) -> tuple[dict[str, list[Delta]], State]:
@@ -190,7 +230,7 @@ async def _answers(case: Case, load: Load) -> tuple[dict[str, list[Delta]], Stat
     try:
         await asyncio.gather(*map(read, case.warming))
         answers = await asyncio.gather(*map(read, case.submits))
-        state = await client.state()
+        state = await _idle(client)
     finally:
         await client.stop()
     return {submit.request_id: answer for submit, answer in zip(case.submits, answers, strict=True)}, state
@@ -238,7 +278,8 @@ async def test_every_answer_is_what_transformers_makes_of_it(
     requeue = Seating.requeue
 
     def note(self: Seating, sequence: Sequence) -> None:
-        preempted.append(sequence)
+        if not sequence.is_ahead:
+            preempted.append(sequence)
         requeue(self, sequence)
 
     monkeypatch.setattr(Seating, "requeue", note)
@@ -246,6 +287,9 @@ async def test_every_answer_is_what_transformers_makes_of_it(
     decided = list(_check(case, answers))
     assert np.mean(decided) >= LEAST_DECIDED
     assert bool(preempted) == load.preempted
-    assert state.prefix_hits > 0 or load.preempted, "where pages are short, what is kept may be evicted before it is asked for"
-    assert state.evictions > 0, "five adapters shared four slots"
-    assert (state.running, state.waiting, state.kv_pages_used, state.leases) == (0, 0, 0, 0)
+    page_size = _page_size(load)
+    warmed = {one.cache_salt for one in case.warming}
+    readers = [one for one in case.submits if one.cache_salt in warmed and one.sampling.prompt_logprobs is None]
+    found = sum((len(one.prompt) - 1) // page_size * page_size for one in readers)
+    assert state.prefix_hits >= (1 if load.preempted else found)
+    assert state.evictions > 0, "six adapters shared four slots"
