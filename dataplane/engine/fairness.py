@@ -190,7 +190,9 @@ class Tenants:
         account = sequence.account
         if sequence in account.unfinished:
             account.unfinished.remove(sequence)
-        elif not sequence.is_parked and sequence in account.returning:
+        elif sequence.is_parked:
+            self._take_from_parked(sequence)
+        elif sequence.phase is Phase.WAITING:
             account.returning.remove(sequence)
             account.num_parked += 1
             self._settle(account)
@@ -200,7 +202,7 @@ class Tenants:
         account = sequence.account
         if sequence.is_unfinished:
             account.unfinished.append(sequence)
-        elif sequence.phase is Phase.WAITING and not sequence.is_parked:
+        elif sequence.phase is Phase.WAITING:
             account.num_parked -= 1
             bisect.insort(account.returning, sequence, key=_order)
             self._activate(account, None)
@@ -229,8 +231,6 @@ class Tenants:
         for sequence in reversed(parked.sequences.values()):
             account = sequence.account
             sequence.is_parked = False
-            if sequence.paused:
-                continue
             account.num_parked -= 1
             if sequence.order < 0:
                 account.waiting.push(sequence, front=True)
@@ -336,23 +336,27 @@ class Tenants:
         self._accounts.pop(account.name, None)
 
     def _take_out(self, sequence: Sequence) -> None:
-        account, request_id = sequence.account, sequence.submit.request_id
+        account = sequence.account
         self.num_waiting -= 1
         account.num_queued_tokens -= len(sequence.submit.prompt)
         if sequence.is_parked:
-            version = sequence.submit.version
-            assert version is not None, "the base is always there"
-            del self._parked[version].sequences[request_id]
-            if not self._parked[version].sequences:
-                del self._parked[version]
+            self._take_from_parked(sequence)
             account.num_parked -= 1
-            sequence.is_parked = False
         elif sequence in account.waiting:
             account.waiting.remove(sequence)
         elif sequence.paused:
             account.num_parked -= 1
         else:
             account.returning.remove(sequence)
+
+    def _take_from_parked(self, sequence: Sequence) -> None:
+        version = sequence.submit.version
+        assert version is not None, "the base is always there"
+        parked = self._parked[version].sequences
+        del parked[sequence.submit.request_id]
+        if not parked:
+            del self._parked[version]
+        sequence.is_parked = False
 
 
 def _order(sequence: Sequence) -> int:

@@ -97,6 +97,13 @@ class Leases:
             self.expect(sequence.lease.version)
             self.give_back(sequence)
 
+    def stand_aside(self, sequence: Sequence) -> None:
+        """Ends the lease of a sequence that waits, or its wait for one: it keeps nothing on the device any more."""
+        if sequence.lease is None:
+            self.expect_less(sequence.submit.version)
+        else:
+            self.give_back(sequence)
+
     def expect(self, version: str | None) -> None:
         """Counts one request more that waits for a version; None is the base, which is always there."""
         if version is not None:

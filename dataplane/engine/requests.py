@@ -59,7 +59,7 @@ class Requests:
         del self._sequences[sequence.submit.request_id]
         if sequence.phase is Phase.WAITING:
             self._tenants.discard(sequence)
-        if sequence.lease is None:
+        if sequence.lease is None and not sequence.stands_aside:
             self._leases.expect_less(sequence.submit.version)
         sequence.phase = Phase.ENDED
         self._seating.end(sequence)

@@ -143,12 +143,17 @@ class Scheduler:
         if sequence is None or sequence.order < 0 or sequence.is_ahead or sequence.paused is paused:
             return
         sequence.paused = paused
+        waits = sequence.phase is Phase.WAITING
         if paused:
             self._tenants.pause(sequence)
             self._seating.decoders.remove(sequence)
+            if waits:
+                self._leases.stand_aside(sequence)
         else:
             self._tenants.resume(sequence)
             self._seating.resume(sequence)
+            if waits:
+                self._leases.expect(sequence.submit.version)
 
     def fail_waiting(self, version: str, *, status: str, message: str) -> list[Failed]:
         """Ends every request that waits for a version."""

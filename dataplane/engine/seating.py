@@ -170,13 +170,15 @@ class Seating:
     def requeue(self, sequence: Sequence) -> None:
         """Sends a preempted sequence back: it recomputes later what the cache does not have.
 
-        It keeps its lease, unless that is what it was preempted for, or its reader is slow and it may stand aside for long. One
-        that ran without its adapter waits as if it had not run yet.
+        It keeps its lease, unless that is what it was preempted for, or its reader is slow, so that it stands aside. One that ran
+        without its adapter waits as if it had not run yet.
         """
         if sequence.is_ahead:
             sequence.is_ahead, sequence.num_ahead, sequence.order = False, 0, -1
         self._leave(sequence, returns=True)
-        if sequence.yields or sequence.paused:
+        if sequence.paused:
+            self._leases.stand_aside(sequence)
+        elif sequence.yields:
             self._leases.withhold(sequence)
         sequence.preempting = sequence.yields = False
         sequence.num_scheduled = 0

@@ -176,6 +176,11 @@ class Sequence:
         return (self.num_ahead if self.is_ahead else len(self.tokens)) - self.num_scheduled
 
     @property
+    def stands_aside(self) -> bool:
+        """Whether it waits for its reader alone: neither for its turn nor for its adapter."""
+        return self.paused and self.phase is Phase.WAITING
+
+    @property
     def slot(self) -> int:
         """Slot of its adapter, -1 for the base."""
         return -1 if self.lease is None else self.lease.slot

@@ -10,7 +10,7 @@ sizes = st.lists(st.integers(1, 5), min_size=8, max_size=8)
 steps = st.lists(st.tuples(st.sets(st.integers(0, 7)), st.sets(st.integers(0, 7), max_size=2)), max_size=20)
 
 
-@settings(max_examples=200)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(sizes, steps)
 def test_active_ranges_are_disjoint_in_bounds_and_hold_what_was_copied_there(sizes, steps):
     placement = Placement(CAPACITY)

@@ -21,7 +21,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=7 * settings.default.max_examples)
 @given(STEPS)
 def test_every_page_is_free_held_or_kept_and_none_is_lost(steps: list[tuple[str, int, str, str | None]]) -> None:
     pool = PagePool(12, page_size=4)

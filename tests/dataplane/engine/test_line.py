@@ -14,7 +14,7 @@ from tests.dataplane.engine.driving import Loop, add, assert_idle, make, submit
 VERBS = st.lists(st.tuples(st.sampled_from(["push", "front", "remove"]), st.integers(-2, 2), st.integers(0, 50)), max_size=40)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(VERBS)
 def test_a_line_equals_a_sorted_list(verbs: list[tuple[str, int, int]]) -> None:
     line, model = Line(), list[tuple[int, int, Sequence]]()
@@ -46,7 +46,6 @@ def test_a_tenants_requests_start_by_priority_and_then_as_they_came() -> None:
     assert list(loop.finished) == ["soon", "next", "first", "second", "late"]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     priorities=st.lists(st.integers(-100, 100), min_size=30, max_size=30),
     prompts=st.tuples(st.integers(1, 12), st.integers(1, 12)),

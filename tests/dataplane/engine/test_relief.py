@@ -129,7 +129,59 @@ def test_a_paused_request_that_gives_way_keeps_no_adapter_on_the_device() -> Non
     assert_idle(scheduler)
 
 
-@settings(max_examples=120, deadline=None)
+def test_a_request_whose_adapter_was_taken_and_whose_reader_is_slow_is_waited_for_by_no_load() -> None:
+    adapters = ArenaAdapters(2, versions={"v1r3": 1, "v2r3": 1, "v3r3": 2, "m1r3": 1})
+    scheduler = make(num_pages=64, max_sequences=8, adapters=adapters, max_step_tokens=64)
+    loop = Loop(scheduler)
+    for i, version in enumerate(["v1r3", "v2r3"]):
+        add(scheduler, submit(f"x{i}", (i, *PROMPT), tenant="x", version=version, max_tokens=24))
+        for _ in range(4):
+            loop.turn()
+    add(scheduler, submit("y", PROMPT, tenant="y", version="m1r3", max_tokens=6))
+    while not scheduler._tenants.num_loading or "y" not in loop.outputs:
+        assert loop.turn(), "the adapter of x1 is taken for y, and is asked for again"
+    scheduler.pause("x1", paused=True)
+    for _ in range(40):
+        loop.turn()
+    assert set(loop.finished) == {"x0", "y"}
+    assert not adapters.residency.wanted()
+    for name in ("v3r3", "v1r3"):
+        add(scheduler, submit(name, PROMPT, tenant="x", version=name))
+        for _ in range(10):
+            loop.turn()
+        assert loop.finished[name] == "length"
+    scheduler.pause("x1", paused=False)
+    for _ in range(40):
+        loop.turn()
+    assert loop.outputs["x1"] == expected((1, *PROMPT), 24, ())
+    assert_idle(scheduler)
+
+
+def test_a_request_that_waits_keeps_no_adapter_on_the_device_from_when_its_reader_is_slow() -> None:
+    adapters = ArenaAdapters(1, versions={"v1r3": 1, "v2r3": 1})
+    scheduler = make(num_pages=8, adapters=adapters)
+    loop = Loop(scheduler)
+    add(scheduler, submit("first", 4, max_tokens=26))
+    add(scheduler, submit("slow", 12, version="v1r3", max_tokens=15))
+    while scheduler.num_waiting or scheduler.num_running < 2:
+        loop.turn()
+    while not scheduler.num_waiting:
+        loop.turn()
+    assert adapters.num_leases == 1, "it gave way for want of pages and waits for its turn"
+    scheduler.pause("slow", paused=True)
+    assert adapters.num_leases == 0
+    add(scheduler, submit("other", 4, version="v2r3"))
+    for _ in range(40):
+        loop.turn()
+    assert set(loop.finished) == {"first", "other"}
+    scheduler.pause("slow", paused=False)
+    for _ in range(30):
+        loop.turn()
+    assert loop.outputs["slow"] == expected(tuple(range(1, 13)), 15, ())
+    assert_idle(scheduler)
+
+
+@settings(max_examples=2 * settings.default.max_examples)
 @given(
     requests=st.lists(
         st.tuples(

@@ -28,7 +28,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(
     requests=REQUESTS,
     num_pages=st.integers(8, 24),
