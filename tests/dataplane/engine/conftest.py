@@ -1,20 +1,26 @@
-"""A tiny random Llama, in a folder and as a plain full-recompute forward pass."""
+"""A tiny random Llama, in a folder, as a plain full-recompute forward pass, and in engines."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
+from dataplane.engine.runner import model_features
+from dataplane.lora.image import ImagePair, build_image, write_image
 from dataplane.model.architecture import Architecture
 from dataplane.model.config import parse_config
 from dataplane.model.decoder import weight_shapes
+from tests.dataplane.engine.serving import Make
 from tests.dataplane.frontend.conftest import train_byte_level
 
 FIELDS = {
@@ -121,7 +127,7 @@ def plain(tiny_weights: dict[str, torch.Tensor]) -> PlainLlama:
 
 
 @pytest.fixture(scope="session")
-def tiny_config(tiny_dir: Path) -> Callable[..., EngineConfig]:
+def tiny_config(tiny_dir: Path) -> Make:
     def make(**changes: object) -> EngineConfig:
         settings: dict[str, object] = {
             "model_dir": str(tiny_dir), "dtype": "float32", "num_threads": 1, "max_sequences": 8, "max_step_tokens": 32,
@@ -130,3 +136,41 @@ def tiny_config(tiny_dir: Path) -> Callable[..., EngineConfig]:
         return EngineConfig(**(settings | changes))  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+async def started(tiny_config: Make) -> AsyncIterator[Callable[..., Any]]:
+    clients: list[EngineClient] = []
+
+    async def start(*, in_process: bool = True, **changes: Any) -> EngineClient:
+        clients.append(await EngineClient.start(tiny_config(**changes), in_process=in_process))
+        return clients[-1]
+
+    yield start
+    for client in clients:
+        await client.stop()
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, plain: Any) -> dict[str, Any]:
+    """Three adapters of other ranks and modules: image paths, and the merged model of each."""
+    folder = tmp_path_factory.mktemp("images")
+    generator = np.random.default_rng(5)
+    features = model_features(plain.config)
+    names = ["self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down"]
+    made: dict[str, Any] = {}
+    for version, rank, slices in (("v1", 3, range(7)), ("v2", 16, (0, 2)), ("v3", 1, (6,))):
+        pairs, weights = [], dict(plain.weights)
+        for layer in range(plain.config.num_layers):
+            for index in slices:
+                a = generator.standard_normal((rank, features[index][0])).astype(np.float32) * 0.3
+                b = generator.standard_normal((features[index][1], rank)).astype(np.float32) * 0.3
+                pairs.append(ImagePair(layer, index, 0.5, a, b))
+                name = f"model.layers.{layer}.{names[index]}_proj.weight"
+                weights[name] = weights[name] + 0.5 * torch.from_numpy(b @ a)
+        image = build_image(
+            pairs, version=version, base_digest="base", dtype="float32", num_layers=plain.config.num_layers, num_slices=7
+        )
+        write_image(folder / version, image)
+        made[version] = (folder / version, type(plain)(plain.config, weights))
+    return made
