@@ -21,7 +21,8 @@ class TorchEpilogue:
 
     Algebra, at (layer, site), for each slice s: `y[t, columns(s)] = gain ⊙ y[t, columns(s)] + shift`, in float32, rounded
     once, for the rows t whose adapter has a gain or a shift anywhere; one that it lacks there counts as 1 or 0. Other rows are
-    neither read nor written. The vectors are read from the arena, once for each adapter; the number of operations depends on the site alone.
+    neither read nor written. The vectors are read from the arena, once for each adapter; the number of operations depends on
+    the site alone.
 
     Owned by the low-rank form; not thread-safe.
 
