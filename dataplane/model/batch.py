@@ -39,6 +39,8 @@ class Batch:
         decode_pages: int64 [num_decode, pages of the longest], padded with page 0, which is always zero.
         chunks: The other rows.
         sample_rows: int64 [S], rows whose logits are wanted; None for all rows in order.
+        host: The same in the memory of the host, where the other tensors lie on a device; a form that plans its launches there
+            reads lengths and pages from it without waiting for the device.
     """
 
     ids: Tensor
@@ -49,3 +51,4 @@ class Batch:
     decode_pages: Tensor
     chunks: tuple[Chunk, ...]
     sample_rows: Tensor | None
+    host: Batch | None = None
