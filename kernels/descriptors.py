@@ -38,8 +38,10 @@ class Descriptors:
     """`desc[slot, layer, slice] = (A offset, B offset, rank, scale, gain offset, shift offset)`, as numpy arrays and as tensors.
 
     Owned by the arena, which writes a slot when its image becomes visible; everything else reads. On the CPU the tensors share
-    the memory of the arrays; elsewhere they are copies that `set` refreshes. Offsets count ELEMENTS of the arena's dtype and
-    are int64: an arena of a few GiB has more elements than int32 can count.
+    the memory of the arrays; elsewhere they are copies that `set` refreshes, in the order of the current stream and without
+    waiting for it: the arrays are pinned there, and a slot is not written again while a step that names it may run.
+
+    Offsets count ELEMENTS of the arena's dtype and are int64: an arena of a few GiB has more elements than int32 can count.
 
     Attributes:
         a_offset, b_offset, rank, scale, gain_offset, shift_offset: numpy arrays [slots, L, slices], see `Blocks`.
@@ -52,18 +54,16 @@ class Descriptors:
 
     def __init__(self, num_slots: int, num_layers: int, num_slices: int, *, device: str | torch.device = "cpu") -> None:
         shape = (num_slots, num_layers, num_slices)
-        self.a_offset = np.zeros(shape, dtype=np.int64)
-        self.b_offset = np.zeros(shape, dtype=np.int64)
-        self.rank = np.zeros(shape, dtype=np.int32)
-        self.scale = np.zeros(shape, dtype=np.float32)
+        dtypes = (torch.int64, torch.int64, torch.int32, torch.float32, torch.int64, torch.int64)
+        on_cuda = torch.device(device).type == "cuda"
+        self._hosts = tuple(torch.zeros(shape, dtype=dtype, pin_memory=on_cuda) for dtype in dtypes)
+        arrays: list[npt.NDArray[Any]] = [host.numpy() for host in self._hosts]
+        self.a_offset, self.b_offset, self.rank, self.scale, self.gain_offset, self.shift_offset = arrays
+        self.gain_offset[:] = self.shift_offset[:] = ABSENT
         self.largest_rank = np.zeros(num_slots, dtype=np.int32)
-        self.gain_offset = np.full(shape, ABSENT, dtype=np.int64)
-        self.shift_offset = np.full(shape, ABSENT, dtype=np.int64)
         self.has_epilogue = np.zeros(num_slots, dtype=np.bool_)
         self.epoch = np.zeros(num_slots, dtype=np.int64)
-        of_rows = (self.a_offset, self.b_offset, self.rank, self.scale)
-        self._arrays: tuple[npt.NDArray[Any], ...] = (*of_rows, self.gain_offset, self.shift_offset)
-        tensors = tuple(torch.from_numpy(array).to(device) for array in self._arrays)
+        tensors = tuple(host.to(device) for host in self._hosts)
         self.tensors, self.epilogue_tensors = tensors[:4], tensors[4:]
         self._shared = torch.device(device).type == "cpu"
 
@@ -79,8 +79,8 @@ class Descriptors:
         self.epoch[slot] += 1
         self.largest_rank[slot] = int(blocks.rank.max(initial=0))
         if not self._shared:
-            for array, tensor in zip(self._arrays, self.tensors + self.epilogue_tensors, strict=True):
-                tensor[slot].copy_(torch.from_numpy(array[slot]))
+            for host, tensor in zip(self._hosts, self.tensors + self.epilogue_tensors, strict=True):
+                tensor[slot].copy_(host[slot], non_blocking=True)
 
     def clear(self, slot: int) -> None:
         """Empties a slot: rank 0 everywhere, no gain, no shift."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from dataplane.lora.image import CorruptImageError, Image
+from dataplane.lora.lane import CudaLane, StagedCopies
 from dataplane.lora.units import Extent
 from kernels.descriptors import Blocks, Descriptors
 from kernels.rows import ABSENT
@@ -36,6 +37,7 @@ class Arena:
         features: (in, out) of each slice of the model, in the order of the slices.
         dtype: `bfloat16`, `float16` or `float32`.
         device: Where the arena lies.
+        copies: How bytes come there; None for the device's own way.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Arena:
         features: Sequence[tuple[int, int]],
         dtype: str,
         device: str | torch.device = "cpu",
+        copies: StagedCopies | None = None,
     ) -> None:
         assert unit_bytes % 128 == 0, "units keep the alignment of blocks"
         self.num_units = num_bytes // unit_bytes
@@ -57,6 +60,9 @@ class Arena:
         self._dtype = dtype
         self._bytes = torch.zeros(self.num_units * unit_bytes, dtype=torch.uint8, device=device)
         self.tensor = self._bytes.view(_DTYPES[dtype])
+        if copies is None and self._bytes.is_cuda:
+            copies = StagedCopies(CudaLane(self._bytes.device))
+        self._copies = copies
 
     def write(self, slot: int, image: Image, extents: Sequence[Extent]) -> None:
         """Copies an image and makes it visible: `copy`, then `publish`.
@@ -85,7 +91,7 @@ class Arena:
                 )
 
     def copy(self, image: Image, extents: Sequence[Extent]) -> None:
-        """Copies an image's bytes, one copy an extent.
+        """Copies an image's bytes and returns when they are there; on a device beside its steps, which do not wait for it.
 
         Raises:
             CorruptImageError: See `check`.
@@ -97,10 +103,12 @@ class Arena:
             size = blocks[-1].a_offset + blocks[-1].size_bytes - first
             assert size <= extent.num_units * self._unit_bytes, "the blocks fit the extent"
             start = extent.first_unit * self._unit_bytes
-            if self._bytes.device.type == "cpu":  # numpy takes read-only memory without a warning or a copy
+            if self._copies is None:  # numpy takes read-only memory without a warning or a copy
                 self._bytes.numpy()[start : start + size] = image.payload[first : first + size]
             else:
-                self._bytes[start : start + size].copy_(torch.from_numpy(image.payload[first : first + size].copy()))
+                self._copies.copy(self._bytes[start : start + size], image.payload[first : first + size])
+        if self._copies is not None:
+            self._copies.finish()
 
     def publish(self, slot: int, image: Image, extents: Sequence[Extent]) -> None:
         """Points a slot at an image that was copied to `extents`; nothing of the slot's last adapter is left."""
