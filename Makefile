@@ -56,8 +56,9 @@ lint: $(STUBS) ## style, layers and the API's files
 type: $(STUBS) ## mypy --strict
 	@$(BIN)/mypy
 
-format: $(STUBS) ## format the code and the API's files, write docs/settings.md
+format: $(STUBS) ## format the code and the API's files, write docs/settings.md and docs/adapters.md
 	@$(BIN)/python docs/settings.py
+	@$(BIN)/python docs/adapters.py
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format .
 	@$(BIN)/buf format --write

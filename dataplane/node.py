@@ -30,7 +30,7 @@ from dataplane.settings import Settings
 from dataplane.store import AdapterStore, StoreLimits
 from dataplane.supervision import EngineSupervisor
 from veneer.access import Authenticator, Identity, Rule, Rules
-from veneer.artifact import BaseDescription, Limits, describe_base
+from veneer.artifact import BaseDescription, BaseWeights, Limits, describe_base
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from veneer.errors import InvalidArgumentError, UnauthenticatedError, UnavailableError, VeneerError, Violation
 from veneer.server import Addresses, PlaneServer, ServerOptions, Service, Tls
@@ -146,6 +146,7 @@ class Node:
             cache=self.cache,
             on_evicted=self._on_evicted,
             base=base,
+            base_weights=BaseWeights(settings.model_dir),
             folder=settings.cache_folder / "work",
             dtype=settings.dtype,
             artifact_limits=Limits(max_rank=settings.max_rank),

@@ -13,17 +13,18 @@ import logging
 import random
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
 from dataplane.catalog_client import Blob, Grant
+from dataplane.folding import image_pairs
 from dataplane.lora.host_cache import HostCache
-from dataplane.lora.image import ALIGN_BYTES, ImageError, ImagePair, build_image, write_image
+from dataplane.lora.image import ALIGN_BYTES, ImageError, build_image, write_image
 from dataplane.signed_urls import read_signed
-from veneer.artifact import Artifact, ArtifactError, BaseDescription, Limits, check, version_digest
+from veneer.artifact import Artifact, ArtifactError, BaseDescription, BaseWeights, Limits, check, version_digest
 from veneer.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError, UnavailableError, VeneerError
 
 _log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class AdapterStore:
         cache: Where images are kept; `fetch` makes room in it.
         on_evicted: Told, on the event loop, which versions' files made room.
         base: The base that this node serves.
+        base_weights: Its weights, which DoRA and trained biases are folded with.
         folder: Work folder; what an earlier process left in it is removed.
         dtype: Type of the image: `bfloat16`, `float16` or `float32`.
         artifact_limits: What the check allows.
@@ -93,6 +95,7 @@ class AdapterStore:
         cache: HostCache,
         on_evicted: Callable[[tuple[str, ...]], None],
         base: BaseDescription,
+        base_weights: BaseWeights,
         folder: Path,
         dtype: str,
         artifact_limits: Limits,
@@ -102,6 +105,7 @@ class AdapterStore:
         self._cache = cache
         self._on_evicted = on_evicted
         self._base = base
+        self._base_weights = base_weights
         self._folder = folder
         self._dtype = dtype
         self._artifact_limits = artifact_limits
@@ -240,15 +244,17 @@ class AdapterStore:
         """Returns an upper bound of the image file's size."""
         item = 4 if self._dtype == "float32" else 2
         modules = self._base.modules
-        payload = sum(
-            pair.rank * (modules[pair.slice].in_features + modules[pair.slice].out_features) * item + 2 * ALIGN_BYTES
-            for pair in artifact.pairs
+        matrices = sum(
+            pair.rank * (modules[pair.slice].in_features + modules[pair.slice].out_features) * item for pair in artifact.pairs
         )
-        return payload + 256 * len(artifact.pairs) + 8192  # a header line a block, and its padding
+        # Gain and shift, a line of the header, and the padding of each.
+        vectors = sum(8 * modules[pair.slice].out_features for pair in artifact.pairs if pair.magnitude or pair.lora_bias)
+        vectors += sum(8 * modules[bias.slice].out_features for bias in artifact.biases)
+        return matrices + vectors + (4 * ALIGN_BYTES + 256) * (len(artifact.pairs) + len(artifact.biases)) + 8192
 
     def _write(self, version: str, artifact: Artifact, weights: Path) -> int:
         image = build_image(
-            _pairs(artifact, weights),
+            image_pairs(artifact, weights, base=self._base, base_weights=self._base_weights),
             version=version,
             base_digest=self._base.digest,
             dtype=self._dtype,
@@ -256,11 +262,6 @@ class AdapterStore:
             num_slices=len(self._base.modules),
         )
         return write_image(self._cache.path(version), image)
-
-
-def _pairs(artifact: Artifact, weights: Path) -> Iterator[ImagePair]:
-    for pair, a, b in artifact.read(weights):
-        yield ImagePair(pair.layer, pair.slice, pair.scaling, a, b)
 
 
 def _create(path: Path) -> IO[bytes]:

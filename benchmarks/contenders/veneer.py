@@ -16,8 +16,9 @@ from benchmarks.workload import AdapterKey, Run, Workload
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Moved, Sampling, Submit
-from dataplane.lora.image import Image, ImagePair, build_image, write_image
-from veneer.artifact import check, describe_base
+from dataplane.folding import image_pairs
+from dataplane.lora.image import Image, build_image, write_image
+from veneer.artifact import BaseWeights, check, describe_base
 
 
 def engine_config(setup: Setup) -> EngineConfig:
@@ -42,7 +43,7 @@ class Images:
 
     def __init__(self, setup: Setup, *, dtype: str) -> None:
         self._setup, self._dtype = setup, dtype
-        self._base = describe_base(Path(setup.model))
+        self._base, self._base_weights = describe_base(Path(setup.model)), BaseWeights(Path(setup.model))
 
     def image(self, key: AdapterKey) -> Image:
         """Makes an adapter's image; its version is a digest of the name."""
@@ -50,7 +51,7 @@ class Images:
         weights = source / "adapter_model.safetensors"
         artifact = check((source / "adapter_config.json").read_bytes(), weights, self._base)
         return build_image(
-            (ImagePair(pair.layer, pair.slice, pair.scaling, a, b) for pair, a, b in artifact.read(weights)),
+            image_pairs(artifact, weights, base=self._base, base_weights=self._base_weights),
             version=hashlib.sha256(key.name.encode()).hexdigest(),
             base_digest=self._base.digest,
             dtype=self._dtype,

@@ -19,7 +19,7 @@ from dataplane.signed_urls import read_signed
 from dataplane.store import AdapterStore, StoreLimits
 from tests.dataplane.doubles import FolderSource
 from tests.fixtures.adapters import make_adapter_folder
-from veneer.artifact import BaseDescription, Limits
+from veneer.artifact import BaseDescription, BaseWeights, Limits
 from veneer.errors import DataLossError, UnavailableError
 
 VERSION = "ab" * 32
@@ -126,7 +126,8 @@ async def test_a_version_is_fetched_by_its_addresses_and_through_the_control_pla
     source.grant = dataclasses.replace(source.grant, blobs=signed)
     store = AdapterStore(
         source, cache=HostCache(tmp_path / "images", max_bytes=1 << 20), on_evicted=lambda _: None, base=tiny_base,
-        folder=tmp_path / "work", dtype="float32", artifact_limits=Limits(), limits=StoreLimits(backoff_s=0.001),
+        base_weights=BaseWeights(tmp_path), folder=tmp_path / "work", dtype="float32", artifact_limits=Limits(),
+        limits=StoreLimits(backoff_s=0.001),
     )  # fmt: skip
     path = await store.fetch(source.version)
     assert open_image(path, version=source.version, dtype="float32").rank == 4

@@ -17,7 +17,7 @@ from dataplane.lora.image import Image, open_image
 from dataplane.store import AdapterStore, CorruptVersionError, StoreLimits, UnloadableVersionError
 from tests.dataplane.doubles import FolderSource, until
 from tests.fixtures.adapters import make_adapter_folder
-from veneer.artifact import BaseDescription, Limits
+from veneer.artifact import BaseDescription, BaseWeights, Limits
 from veneer.errors import FailedPreconditionError, PermissionDeniedError, UnavailableError
 
 CUT = UnavailableError("cut")
@@ -40,6 +40,7 @@ class Shelf:
             cache=self.cache,
             on_evicted=self.evicted.extend,
             base=self.base,
+            base_weights=BaseWeights(self.tmp_path / "base"),
             folder=self.tmp_path / "work",
             dtype="float32",
             artifact_limits=limits or Limits(),

@@ -8,24 +8,28 @@ is ever unpickled.
 
 from __future__ import annotations
 
-from veneer.artifact.artifact import Artifact, Report, check
+from veneer.artifact.artifact import Artifact, Report, Vectors, check
 from veneer.artifact.base_model import describe_base
+from veneer.artifact.base_weights import BaseWeights
 from veneer.artifact.description import BaseDescription, TargetModule
 from veneer.artifact.digest import version_digest
 from veneer.artifact.faults import ArtifactError
 from veneer.artifact.header import TensorRef
 from veneer.artifact.limits import Limits
-from veneer.artifact.pairs import Pair
+from veneer.artifact.pairs import Bias, Pair
 
 __all__ = [
     "Artifact",
     "ArtifactError",
     "BaseDescription",
+    "BaseWeights",
+    "Bias",
     "Limits",
     "Pair",
     "Report",
     "TargetModule",
     "TensorRef",
+    "Vectors",
     "check",
     "describe_base",
     "version_digest",

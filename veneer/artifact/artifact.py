@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,7 +17,7 @@ from veneer.artifact.description import BaseDescription
 from veneer.artifact.faults import Faults, quote
 from veneer.artifact.header import FLOAT_DTYPES, HeaderLimits, TensorRef, read_header
 from veneer.artifact.limits import Limits
-from veneer.artifact.pairs import WEIGHTS, Pair, pair_up
+from veneer.artifact.pairs import WEIGHTS, Bias, Pair, pair_up
 from veneer.artifact.source import Source, opened
 from veneer.artifact.values import Statistics, measure, read_matrix
 from veneer.errors import DataLossError
@@ -65,6 +66,21 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Vectors:
+    """What an adapter has beside its pairs: by (layer, slice), float32 [out_features] each.
+
+    Attributes:
+        magnitudes: Of DoRA.
+        lora_biases: Added to B A x, before the scaling.
+        biases: In place of the base's own.
+    """
+
+    magnitudes: Mapping[tuple[int, int], npt.NDArray[np.float32]]
+    lora_biases: Mapping[tuple[int, int], npt.NDArray[np.float32]]
+    biases: Mapping[tuple[int, int], npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
 class Artifact:
     """An adapter that passed the check. Holds places in the file, no weights.
 
@@ -74,6 +90,7 @@ class Artifact:
         report: What the check found.
         base_name: Name of the base in the configuration, empty when not given.
         weights_bytes: Size of the weights file that the places refer to.
+        biases: Every trained bias of the file, likewise.
     """
 
     pairs: tuple[Pair, ...]
@@ -81,9 +98,10 @@ class Artifact:
     report: Report
     base_name: str
     weights_bytes: int
+    biases: tuple[Bias, ...] = ()
 
     def read(self, weights: BinaryIO | Path) -> Iterator[tuple[Pair, npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
-        """Reads the weights, pair by pair.
+        """Reads A and B, pair by pair.
 
         Args:
             weights: The very file that was checked; the caller has compared its digest.
@@ -94,13 +112,31 @@ class Artifact:
         Raises:
             DataLossError: The file has another size, or ends too early.
         """
+        with self._checked(weights) as source:
+            for pair in self.pairs:
+                yield pair, read_matrix(source, pair.a), read_matrix(source, pair.b)
+
+    def read_vectors(self, weights: BinaryIO | Path) -> Vectors:
+        """Reads magnitudes and biases.
+
+        Raises:
+            DataLossError: The file has another size, or ends too early.
+        """
+        with self._checked(weights) as source:
+            return Vectors(
+                {(one.layer, one.slice): read_matrix(source, one.magnitude) for one in self.pairs if one.magnitude is not None},
+                {(one.layer, one.slice): read_matrix(source, one.lora_bias) for one in self.pairs if one.lora_bias is not None},
+                {(one.layer, one.slice): read_matrix(source, one.ref) for one in self.biases},
+            )
+
+    @contextmanager
+    def _checked(self, weights: BinaryIO | Path) -> Iterator[Source]:
         with opened(weights) as source:
             if source.size_bytes != self.weights_bytes:
                 raise DataLossError(
                     f"{WEIGHTS} has {source.size_bytes} bytes; the file that was checked had {self.weights_bytes}"
                 )
-            for pair in self.pairs:
-                yield pair, read_matrix(source, pair.a), read_matrix(source, pair.b)
+            yield source
 
 
 def check(config: bytes, weights: BinaryIO | Path, base: BaseDescription, limits: Limits = _DEFAULT_LIMITS) -> Artifact:
@@ -126,19 +162,26 @@ def check(config: bytes, weights: BinaryIO | Path, base: BaseDescription, limits
             faults.raise_if_any()
             raise AssertionError("a configuration that cannot be read is a fault")
         _check_invocation(settings.invocation_tokens, base, faults=faults)
-        pairs = pair_up(tensors, settings, base, limits=limits, faults=faults)
+        updates = pair_up(tensors, settings, base, limits=limits, faults=faults)
         statistics = _measure(source, tensors, limits=limits, faults=faults)
         faults.raise_if_any()
         size_bytes = source.size_bytes
-    _warn(settings, base, pairs, statistics)
+    _warn(settings, base, updates.pairs, statistics)
     report = _report(
-        pairs,
+        updates.pairs,
         base,
         statistics,
         invocation_tokens=settings.invocation_tokens,
         warnings=_shorten(settings.warnings, limits.max_faults),
     )
-    return Artifact(pairs=pairs, dtype=report.dtype, report=report, base_name=settings.base_name, weights_bytes=size_bytes)
+    return Artifact(
+        pairs=updates.pairs,
+        dtype=report.dtype,
+        report=report,
+        base_name=settings.base_name,
+        weights_bytes=size_bytes,
+        biases=updates.biases,
+    )
 
 
 def _check_invocation(tokens: Sequence[int], base: BaseDescription, *, faults: Faults) -> None:

@@ -28,7 +28,9 @@ _TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
+class Shard:
+    """A safetensors file of a model, and the tensors in it."""
+
     path: Path
     tensors: tuple[TensorRef, ...]
 
@@ -47,7 +49,7 @@ def describe_base(folder: Path, *, name: str | None = None, known_names: Sequenc
     faults = Faults(64)
     config = _read_json(folder / "config.json", faults=faults)
     text = _read_text_parts(folder, faults=faults)
-    shards = _read_shards(folder, faults=faults)
+    shards = read_shards(folder, faults=faults)
     shapes = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
     faults.raise_if_any()
     family = read_family(config, faults=faults)
@@ -124,7 +126,8 @@ def _without_volatile(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in _VOLATILE_FIELDS}
 
 
-def _read_shards(folder: Path, *, faults: Faults) -> list[_Shard]:
+def read_shards(folder: Path, *, faults: Faults) -> list[Shard]:
+    """Reads the headers of a model folder's weights; with an index, those that it names."""
     index = folder / "model.safetensors.index.json"
     weight_map: dict[str, str] | None = None
     if index.exists():
@@ -136,7 +139,7 @@ def _read_shards(folder: Path, *, faults: Faults) -> list[_Shard]:
         paths = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         paths = [folder / "model.safetensors"]
-    shards: list[_Shard] = []
+    shards: list[Shard] = []
     seen: set[str] = set()
     for path in paths:
         if not path.is_file():
@@ -150,7 +153,7 @@ def _read_shards(folder: Path, *, faults: Faults) -> list[_Shard]:
             if weight_map is not None and weight_map.get(tensor.name) != path.name:
                 faults.add(path.name, f"tensor {quote(tensor.name)} is not listed in {index.name} for this file")
             seen.add(tensor.name)
-        shards.append(_Shard(path=path, tensors=tensors))
+        shards.append(Shard(path=path, tensors=tensors))
     for missing in sorted(set(weight_map or {}) - seen):
         faults.add(index.name, f"tensor {quote(missing)} is in no file")
     return shards
@@ -189,7 +192,7 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def _digest(config: dict[str, Any], shards: Sequence[_Shard], text: dict[str, bytes]) -> str:
+def _digest(config: dict[str, Any], shards: Sequence[Shard], text: dict[str, bytes]) -> str:
     """Hashes the parts in a fixed order; how tensors are spread over files does not matter."""
     manifest = Manifest("veneer.base.v1")
     manifest.add("config", _canonical(_without_volatile(config)))

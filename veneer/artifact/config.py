@@ -5,102 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from veneer.artifact.faults import Faults, quote
 from veneer.artifact.limits import Limits
 from veneer.artifact.patterns import Pattern, PatternError
 from veneer.artifact.strict_json import parse_object
+from veneer.artifact.support import CONVERT, FIELDS, PLAIN_STARTS, Verdict
 
 WHERE = "adapter_config.json"
 
 
-class Use(Enum):
-    """What the check does with a field."""
-
-    READ = "read"
-    IGNORED = "without effect on serving"
-    MUST_BE_OFF = "not supported"
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One field of PEFT's LoRA configuration.
-
-    Attributes:
-        use: What the check does with it.
-        off: Values with which a field that is not supported does nothing.
-        hint: What the sender can do.
-    """
-
-    use: Use
-    off: tuple[Any, ...] = ()
-    hint: str = ""
-
-
-def _off(hint: str, *values: Any) -> Field:
-    return Field(Use.MUST_BE_OFF, (None, False, [], {}, "", *values), hint)
-
-
-_READ = Field(Use.READ)
-_IGNORED = Field(Use.IGNORED)
-_RETRAIN = "train with plain LoRA"
-_CONVERT = "its training changed the base weights; save with path_initial_model_for_weight_conversion to get a plain LoRA"
-
-SUPPORTED: Mapping[str, Field] = {
-    "peft_type": _READ,
-    "r": _READ,
-    "lora_alpha": _READ,
-    "use_rslora": _READ,
-    "rank_pattern": _READ,
-    "alpha_pattern": _READ,
-    "target_modules": _READ,
-    "init_lora_weights": _READ,
-    "alora_invocation_tokens": _READ,
-    "base_model_name_or_path": _READ,
-    "bias": _off("set bias to none", "none"),
-    "task_type": Field(Use.MUST_BE_OFF, (None, "CAUSAL_LM"), "only adapters of causal language models are served"),
-    "use_dora": _off(f"DoRA: {_RETRAIN}"),
-    "lora_bias": _off("bias inside LoRA layers: train without it"),
-    "modules_to_save": _off("full copies of modules: train LoRA on the linear projections only"),
-    "trainable_token_indices": _off("trained token rows: train without added tokens"),
-    "fan_in_fan_out": _off("weights are stored (out, in) in this family"),
-    "layer_replication": _off("replicated layers change the base"),
-    "target_parameters": _off("only linear modules may be targeted"),
-    "use_qalora": _off(f"QALoRA: {_RETRAIN}"),
-    "use_bdlora": _off(f"BD-LoRA: {_RETRAIN}"),
-    "velora_config": _off(f"VeLoRA: {_RETRAIN}"),
-    "monteclora_config": _off(f"MonteCLoRA: {_RETRAIN}"),
-    "arrow_config": _off(f"Arrow routing: {_RETRAIN}"),
-    "kasa_config": _off(f"KaSA: {_RETRAIN}"),
-    "corda_config": _off(f"CorDA: {_CONVERT}"),
-    "lora_ga_config": _off(f"LoRA-GA: {_CONVERT}"),
-    "loftq_config": _off("LoftQ: its training changed the base weights"),
-    "megatron_config": _off("Megatron layers are another model family"),
-    "auto_mapping": _IGNORED,
-    "peft_version": _IGNORED,
-    "revision": _IGNORED,
-    "inference_mode": _IGNORED,
-    "lora_dropout": _IGNORED,
-    "exclude_modules": _IGNORED,
-    "layers_to_transform": _IGNORED,
-    "layers_pattern": _IGNORED,
-    "megatron_core": _IGNORED,
-    "eva_config": _IGNORED,
-    "qalora_group_size": _IGNORED,
-    "runtime_config": _IGNORED,
-    "ensure_weight_tying": _IGNORED,
-}
-"""Every field of PEFT 0.21's LoraConfig.
-
-The tensors in the file tell which modules are adapted, so the fields that only choose modules have no effect of their own;
-target_modules is compared with the tensors, and differences are reported.
-"""
-
 _SMALLEST_ALPHA = 1e-30  # smaller ones would scale to 0 in float32, and the adapter would do nothing in silence
-# Ways to begin training that leave the base as it is.
-_PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +43,9 @@ class Config:
         rank_patterns: In the file's order; the first that matches counts.
         alpha_patterns: Likewise.
         target_modules: Module names, an expression, or None when the file leaves it open.
+        use_dora: Every pair has a magnitude.
+        lora_bias: Every pair has a bias.
+        bias: `none`, or which of the base's biases the file may replace: `all` or `lora_only`.
         invocation_tokens: Token ids that activate the adapter from where they last stand in a prompt; empty when it is active
             from the first token.
         base_name: Name of the base that the adapter was trained on, empty when not given.
@@ -139,6 +58,9 @@ class Config:
     rank_patterns: tuple[PatternValue, ...] = ()
     alpha_patterns: tuple[PatternValue, ...] = ()
     target_modules: tuple[str, ...] | str | None = None
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
     invocation_tokens: tuple[int, ...] = ()
     base_name: str = ""
     warnings: list[str] = field(default_factory=list)
@@ -165,29 +87,51 @@ def read_config(data: bytes, *, limits: Limits, faults: Faults) -> Config | None
     _check_support(fields, warnings, faults=faults)
     if fields.get("peft_type") != "LORA":
         faults.add(f"{WHERE}: peft_type", f"must be LORA, not {quote(fields.get('peft_type'))}")
-    rslora = fields.get("use_rslora")
-    if rslora is not None and not isinstance(rslora, bool):
-        faults.add(f"{WHERE}: use_rslora", f"must be true or false, not {quote(rslora)}")
+    bias = fields.get("bias") or "none"
+    if bias not in ("none", "all", "lora_only"):
+        faults.add(f"{WHERE}: bias", f"must be none, all or lora_only, not {quote(bias)}")
     base_name = fields.get("base_model_name_or_path")
     if base_name is not None and not isinstance(base_name, str):
         faults.add(f"{WHERE}: base_model_name_or_path", f"must be a string, not {quote(base_name)}")
         base_name = None
-    return Config(
+    config = Config(
         rank=int(_read_rank(fields.get("r"), "r", limits=limits, faults=faults)),
         alpha=_read_alpha(fields.get("lora_alpha"), "lora_alpha", limits=limits, faults=faults),
-        use_rslora=rslora is True,
+        use_rslora=_read_flag(fields, "use_rslora", faults=faults),
         rank_patterns=_read_patterns(fields, "rank_pattern", limits=limits, faults=faults),
         alpha_patterns=_read_patterns(fields, "alpha_pattern", limits=limits, faults=faults),
         target_modules=_read_targets(fields.get("target_modules"), limits=limits, faults=faults),
+        use_dora=_read_flag(fields, "use_dora", faults=faults),
+        lora_bias=_read_flag(fields, "lora_bias", faults=faults),
+        bias=bias if isinstance(bias, str) else "none",
         invocation_tokens=_read_invocation(fields.get("alora_invocation_tokens"), limits=limits, faults=faults),
         base_name=base_name or "",
         warnings=warnings,
     )
+    _check_together(config, faults=faults)
+    return config
+
+
+def _check_together(config: Config, *, faults: Faults) -> None:
+    """Refuses what PEFT refuses together, and what it would compute otherwise than its parts say."""
+    if config.use_dora and config.lora_bias:
+        faults.add(f"{WHERE}: lora_bias", "is not supported together with use_dora")
+    if config.invocation_tokens and config.use_dora:
+        faults.add(f"{WHERE}: use_dora", "is not supported together with alora_invocation_tokens")
+    if config.invocation_tokens and config.bias != "none":
+        faults.add(f"{WHERE}: bias", "is not supported together with alora_invocation_tokens, since it would act before them")
+
+
+def _read_flag(fields: Mapping[str, Any], name: str, *, faults: Faults) -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        faults.add(f"{WHERE}: {name}", f"must be true or false, not {quote(value)}")
+    return value is True
 
 
 def _check_support(fields: Mapping[str, Any], warnings: list[str], *, faults: Faults) -> None:
     for name, value in fields.items():
-        known = SUPPORTED.get(name)
+        known = FIELDS.get(name)
         if known is None:
             if value is None or value is False or value in ("", [], {}):
                 warnings.append(f"{WHERE} has the unknown field {quote(name)}; it is off, so it is ignored")
@@ -195,11 +139,11 @@ def _check_support(fields: Mapping[str, Any], warnings: list[str], *, faults: Fa
                 faults.add(
                     f"{WHERE}: {quote(name)}", f"is unknown and set to {quote(value)}; remove it, or save with PEFT 0.21 or older"
                 )
-        elif known.use is Use.MUST_BE_OFF and not any(type(value) is type(off) and value == off for off in known.off):
-            faults.add(f"{WHERE}: {name}", f"{quote(value)} is not supported; {known.hint}")
+        elif known.verdict is Verdict.REFUSED and not known.is_off(value):
+            faults.add(f"{WHERE}: {name}", f"{quote(value)} is not supported; {known.name}: {known.note}")
     start = fields.get("init_lora_weights", True)
-    if start is not None and not isinstance(start, bool) and start not in _PLAIN_STARTS:
-        faults.add(f"{WHERE}: init_lora_weights", f"{quote(start)} is not supported; {_CONVERT}")
+    if start is not None and not isinstance(start, bool) and start not in PLAIN_STARTS:
+        faults.add(f"{WHERE}: init_lora_weights", f"{quote(start)} is not supported; {CONVERT}")
 
 
 def _read_rank(value: Any, name: str, *, limits: Limits, faults: Faults) -> float:

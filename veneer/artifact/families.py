@@ -17,17 +17,19 @@ class Family:
         name: As the catalogue calls it.
         sites: Projections of a layer in slice order, with the fused product that computes each.
         head_dim: Width of a head where the configuration does not give it; None for hidden size / heads.
+        biased_sites: Fused products whose projections have a bias.
     """
 
     name: str
     sites: dict[str, str]
     head_dim: int | None = None
+    biased_sites: frozenset[str] = frozenset()
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", MODULE_SITES),
     "MistralForCausalLM": Family("mistral", MODULE_SITES),
-    "Qwen2ForCausalLM": Family("qwen2", MODULE_SITES),
+    "Qwen2ForCausalLM": Family("qwen2", MODULE_SITES, biased_sites=frozenset({"qkv"})),
     "Qwen3ForCausalLM": Family("qwen3", MODULE_SITES, head_dim=128),
     "SmolLM3ForCausalLM": Family("smollm3", MODULE_SITES),
     "Phi3ForCausalLM": Family("phi3", FUSED_MODULE_SITES),
@@ -35,6 +37,11 @@ FAMILIES = {
     "Gemma3ForCausalLM": Family("gemma3", MODULE_SITES, head_dim=256),
 }
 """Families by architecture name."""
+
+
+def has_bias(family: str, site: str) -> bool:
+    """Whether the projections of a fused product have a bias in a family, given by its name in the catalogue."""
+    return any(one.name == family and site in one.biased_sites for one in FAMILIES.values())
 
 
 def read_family(config: dict[str, Any], *, faults: Faults) -> Family | None:

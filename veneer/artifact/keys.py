@@ -1,8 +1,9 @@
 """Names of tensors in an adapter file, and the place in the base that each belongs to.
 
-PEFT writes `base_model.model.<module path>.lora_A.weight`; an adapter's own name may stand before `.weight`. The module path
-begins with `model.` when the language model with its head was trained, and without it when the bare model was. Nothing else is
-rewritten.
+PEFT writes `base_model.model.<module path>.lora_A.weight`; an adapter's own name may stand before `.weight`, and before the
+`.bias` of lora_B. A bias of the base is `<module path>.bias`, or `<module path>.base_layer.bias` where a pair is beside it. The
+path begins with `model.` when the language model with its head was trained, and without it when the bare model was. Nothing
+else is rewritten.
 """
 
 from __future__ import annotations
@@ -11,31 +12,21 @@ import re
 from dataclasses import dataclass
 
 from veneer.artifact.description import BaseDescription
+from veneer.artifact.families import has_bias
 from veneer.artifact.faults import quote
+from veneer.artifact.support import refused_tensor
 
 _PREFIX = "base_model.model."
-_KEY = re.compile(r"(?P<path>.+)\.lora_(?P<part>[AB])(?:\.(?P<adapter>[A-Za-z0-9_-]+))?\.weight")
+_NAME = r"(?:\.(?!weight$)(?P<adapter>[A-Za-z0-9_-]+))?"
+# What a name ends with. The first that fits counts: a bias inside a LoRA layer ends like one of the base.
+_PARTS = {
+    "A": re.compile(rf"(?P<path>.+)\.lora_A{_NAME}\.weight"),
+    "B": re.compile(rf"(?P<path>.+)\.lora_B{_NAME}\.weight"),
+    "magnitude": re.compile(rf"(?P<path>.+)\.lora_magnitude_vector{_NAME}(?:\.weight)?"),
+    "lora_bias": re.compile(rf"(?P<path>.+)\.lora_B{_NAME}\.bias"),
+    "bias": re.compile(r"(?P<path>.+?)(?:\.base_layer)?\.bias"),
+}
 _LAYER = re.compile(r"(?:0|[1-9][0-9]{0,3})")
-
-# What the name of a tensor tells about an unsupported feature; the first that fits is named.
-_FEATURES = (
-    (re.compile(r"lora_magnitude_vector"), "DoRA magnitudes (use_dora)"),
-    (re.compile(r"lora_embedding_[AB]|embed_tokens.*\.lora_[AB]"), "LoRA on the token embedding"),
-    (re.compile(r"lm_head.*\.lora_[AB]"), "LoRA on lm_head"),
-    (re.compile(r"trainable_tokens"), "trained token rows (trainable_token_indices)"),
-    (re.compile(r"\.lora_[AB](\.[^.]+)?\.bias$"), "bias inside LoRA layers (lora_bias)"),
-    (re.compile(r"\.lora_E|ranknum"), "AdaLoRA"),
-    (re.compile(r"\.ia3_l"), "IA3"),
-    (re.compile(r"\.hada_"), "LoHa"),
-    (re.compile(r"\.lokr_"), "LoKr"),
-    (re.compile(r"vera_"), "VeRA"),
-    (re.compile(r"prompt_embeddings"), "prompt tuning"),
-    (
-        re.compile(r"modules_to_save|(embed_tokens|lm_head|norm|layernorm)(\.[^.]+)?\.weight$"),
-        "full copies of base tensors (modules_to_save)",
-    ),
-    (re.compile(r"\.bias$"), "trained bias (bias)"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +37,7 @@ class Key:
         path: Module path as PEFT sees it, which its patterns match against.
         layer: Decoder layer.
         slice: Index into the base's modules.
-        part: `A` or `B`.
+        part: `A`, `B`, `magnitude` (DoRA), `lora_bias` (of B) or `bias` (in place of the base's own).
         adapter: The adapter's own name when the key holds one, else empty.
         has_head: Whether the path is that of a language model with its head.
     """
@@ -79,29 +70,28 @@ class KeyMap:
         Returns:
             The key, or what is wrong with the name.
         """
-        match = _KEY.fullmatch(name)
+        part, match = next(((part, found) for part, form in _PARTS.items() if (found := form.fullmatch(name))), ("", None))
+        feature = refused_tensor(name)
+        if feature is not None:
+            return f"{feature.name} is not supported; {feature.note}"
         if match is None:
-            feature = _unsupported(name)
-            if feature is not None:
-                return f"{feature} is not supported; train LoRA on the linear projections only"
-            return "is not an A or B of a LoRA pair (…lora_A.weight, …lora_B.weight)"
+            return "is not an A or B of a LoRA pair (…lora_A.weight, …lora_B.weight), nor a magnitude or bias beside one"
         if not name.startswith(_PREFIX):
             return f"must begin with {_PREFIX}, as PEFT writes it"
         path = match["path"].removeprefix(_PREFIX)
         place = self._place(path) or self._place("model." + path)
         if place is None:
-            feature = _unsupported(name)
-            if feature is not None:
-                return f"{feature} is not supported; train LoRA on the linear projections only"
             known = ", ".join(module.name for module in self._base.modules)
             return f"module {quote(path)} is not one of this base, which has layers 0 to {self._base.num_layers - 1} with {known}"
         layer, index = place
+        if part == "bias" and not has_bias(self._base.family, self._base.modules[index].site):
+            return f"this base has no bias at {quote(path)} that a trained one could replace"
         return Key(
             path=path,
             layer=layer,
             slice=index,
-            part=match["part"],
-            adapter=match["adapter"] or "",
+            part=part,
+            adapter=match.groupdict().get("adapter") or "",
             has_head=self._place(path) is not None,
         )
 
@@ -117,7 +107,3 @@ class KeyMap:
                 if _LAYER.fullmatch(number) and int(number) < self._base.num_layers:
                     return int(number), index
         return None
-
-
-def _unsupported(name: str) -> str | None:
-    return next((feature for sign, feature in _FEATURES if sign.search(name)), None)

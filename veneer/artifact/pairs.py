@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from veneer.artifact.config import WHERE, Config, PatternValue
 from veneer.artifact.description import BaseDescription
@@ -19,7 +19,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A low-rank update of one module: `y += scaling · (x Aᵀ) Bᵀ`.
+    """A low-rank update of one module: `y += scaling · ((x Aᵀ) Bᵀ + lora_bias)`, then perhaps DoRA's magnitude.
 
     Attributes:
         layer: Decoder layer.
@@ -28,6 +28,8 @@ class Pair:
         scaling: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
         a: A, `[rank, in_features]`.
         b: B, `[out_features, rank]`.
+        magnitude: DoRA's magnitude, `[out_features]`; None without.
+        lora_bias: `[out_features]`; None without.
     """
 
     layer: int
@@ -36,18 +38,42 @@ class Pair:
     scaling: float
     a: TensorRef
     b: TensorRef
+    magnitude: TensorRef | None = None
+    lora_bias: TensorRef | None = None
 
 
-@dataclass(slots=True)
-class _Half:
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """A trained bias in place of the base's own.
+
+    Attributes:
+        layer: Decoder layer.
+        slice: Index into the base's modules.
+        ref: `[out_features]`.
+    """
+
+    layer: int
+    slice: int
+    ref: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """What a file does to the base: the sound pairs and biases, each by layer, then slice."""
+
+    pairs: tuple[Pair, ...]
+    biases: tuple[Bias, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """The tensors of one module by what they are: `Key.part`."""
+
     path: str
-    a: TensorRef | None = None
-    b: TensorRef | None = None
+    parts: dict[str, TensorRef] = field(default_factory=dict)
 
 
-def pair_up(
-    tensors: Iterable[TensorRef], config: Config, base: BaseDescription, *, limits: Limits, faults: Faults
-) -> tuple[Pair, ...]:
+def pair_up(tensors: Iterable[TensorRef], config: Config, base: BaseDescription, *, limits: Limits, faults: Faults) -> Updates:
     """Makes pairs of a file's tensors and checks them against the base and the configuration.
 
     Args:
@@ -61,7 +87,7 @@ def pair_up(
         ArtifactError: The configuration's expressions would take too long to match.
 
     Returns:
-        The sound pairs by layer, then slice; every tensor of the file is in one of them when no fault was noted.
+        The sound pairs and biases; every tensor of the file is in one of them when no fault was noted.
     """
     _bound_matching(config, base, limits=limits, faults=faults)
     key_map = KeyMap(base)
@@ -73,20 +99,26 @@ def pair_up(
         else:
             faults.add(f"{WEIGHTS}: {quote(tensor.name)}", key)
     _check_one_writer(keys, faults=faults)
-    halves = _gather(keys, faults=faults)
-    pairs = []
-    for (layer, index), half in sorted(halves.items()):
-        pair = _check_pair(half, layer, index, config, base, limits=limits, faults=faults)
-        if pair is not None:
-            pairs.append(pair)
-    adapted = [half.path for half in halves.values()]
+    modules = _gather(keys, faults=faults)
+    pairs, biases = [], []
+    for (layer, index), found in sorted(modules.items()):
+        if set(found.parts) - {"bias"}:
+            pair = _check_pair(found, layer, index, config, base, limits=limits, faults=faults)
+            if pair is not None:
+                pairs.append(pair)
+        bias = _check_vector(found, "bias", base, index, faults=faults)
+        if bias is not None:
+            biases.append(Bias(layer, index, bias))
+            if config.bias == "none":
+                faults.add(f"{WEIGHTS}: {quote(bias.name)}", f"is a trained bias, but {WHERE} does not say so in bias")
+    adapted = [found.path for found in modules.values() if "A" in found.parts]
     has_head = all(key.has_head for key, _ in keys)
     if adapted:
         _check_patterns(config, adapted, key_map.paths(has_head=has_head), faults=faults)
         _compare_targets(config, adapted, limits=limits)
     elif not len(faults):
         faults.add(WEIGHTS, "has no LoRA pair; nothing would be applied")
-    return tuple(pairs)
+    return Updates(tuple(pairs), tuple(biases))
 
 
 def _bound_matching(config: Config, base: BaseDescription, *, limits: Limits, faults: Faults) -> None:
@@ -105,7 +137,7 @@ def _bound_matching(config: Config, base: BaseDescription, *, limits: Limits, fa
 
 def _check_one_writer(keys: Sequence[tuple[Key, TensorRef]], *, faults: Faults) -> None:
     """Refuses files put together from several adapters or models."""
-    adapters = sorted({key.adapter for key, _ in keys})
+    adapters = sorted({key.adapter for key, _ in keys if key.part != "bias"})
     if len(adapters) > 1:
         faults.add(WEIGHTS, f"keys name several adapters: {', '.join(quote(name) for name in adapters)}; save one of them")
     if len({key.has_head for key, _ in keys}) > 1:
@@ -114,27 +146,23 @@ def _check_one_writer(keys: Sequence[tuple[Key, TensorRef]], *, faults: Faults) 
         )
 
 
-def _gather(keys: Iterable[tuple[Key, TensorRef]], *, faults: Faults) -> dict[tuple[int, int], _Half]:
-    halves: dict[tuple[int, int], _Half] = {}
+def _gather(keys: Iterable[tuple[Key, TensorRef]], *, faults: Faults) -> dict[tuple[int, int], _Module]:
+    modules: dict[tuple[int, int], _Module] = {}
     for key, tensor in keys:
-        half = halves.setdefault((key.layer, key.slice), _Half(path=key.path))
-        earlier = half.a if key.part == "A" else half.b
-        if earlier is not None:
+        parts = modules.setdefault((key.layer, key.slice), _Module(path=key.path)).parts
+        earlier = parts.setdefault(key.part, tensor)
+        if earlier is not tensor:
             faults.add(f"{WEIGHTS}: {quote(tensor.name)}", f"is the same {key.part} as {quote(earlier.name)}")
-        elif key.part == "A":
-            half.a = tensor
-        else:
-            half.b = tensor
-    return halves
+    return modules
 
 
 def _check_pair(
-    half: _Half, layer: int, index: int, config: Config, base: BaseDescription, *, limits: Limits, faults: Faults
+    found: _Module, layer: int, index: int, config: Config, base: BaseDescription, *, limits: Limits, faults: Faults
 ) -> Pair | None:
-    a, b = half.a, half.b
+    a, b = found.parts.get("A"), found.parts.get("B")
     if a is None or b is None:
-        missing, other = ("A", b) if a is None else ("B", a)
-        faults.add(f"{WEIGHTS}: {quote(other.name if other else half.path)}", f"has no matching lora_{missing}")
+        there = next(found.parts[part] for part in ("B", "A", "magnitude", "lora_bias") if part in found.parts)
+        faults.add(f"{WEIGHTS}: {quote(there.name)}", f"has no matching lora_{'A' if a is None else 'B'}")
         return None
     module = base.modules[index]
     known = len(faults)
@@ -149,18 +177,32 @@ def _check_pair(
         faults.add(f"{WEIGHTS}: {quote(b.name)}", f"has {b.shape[1]} columns, but its lora_A has {rank} rows; both are the rank")
     elif rank > limits.max_rank:
         faults.add(f"{WEIGHTS}: {quote(a.name)}", f"has rank {rank}; at most {limits.max_rank} is allowed")
-    expected = _first_match(config.rank_patterns, half.path, config.rank)
+    expected = _first_match(config.rank_patterns, found.path, config.rank)
     if expected and expected != rank:
         faults.add(f"{WEIGHTS}: {quote(a.name)}", f"has rank {rank}, but {WHERE} gives {int(expected)}")
-    alpha = _first_match(config.alpha_patterns, half.path, config.alpha)
+    alpha = _first_match(config.alpha_patterns, found.path, config.alpha)
     scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
     if abs(scaling) > limits.max_scaling:
         faults.add(
             f"{WEIGHTS}: {quote(a.name)}", f"has scaling {scaling:g}; at most {limits.max_scaling:g} in magnitude is allowed"
         )
+    vectors = {}
+    for part, asked, where in (("magnitude", config.use_dora, "use_dora"), ("lora_bias", config.lora_bias, "lora_bias")):
+        vector = vectors[part] = _check_vector(found, part, base, index, faults=faults)
+        if asked and vector is None:
+            faults.add(f"{WEIGHTS}: {quote(a.name)}", f"has no {part} beside it, but {WHERE} says {where}")
+        elif vector is not None and not asked:
+            faults.add(f"{WEIGHTS}: {quote(vector.name)}", f"is a {part}, but {WHERE} does not say {where}")
     if len(faults) > known:
         return None
-    return Pair(layer=layer, slice=index, rank=rank, scaling=scaling, a=a, b=b)
+    return Pair(layer=layer, slice=index, rank=rank, scaling=scaling, a=a, b=b, **vectors)
+
+
+def _check_vector(found: _Module, part: str, base: BaseDescription, index: int, *, faults: Faults) -> TensorRef | None:
+    vector, width = found.parts.get(part), base.modules[index].out_features
+    if vector is not None and vector.shape != (width,):
+        faults.add(f"{WEIGHTS}: {quote(vector.name)}", f"has shape {list(vector.shape)}; this base needs [{width}]")
+    return vector
 
 
 def _first_match(patterns: Iterable[PatternValue], path: str, default: float) -> float:

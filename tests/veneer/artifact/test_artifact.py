@@ -252,7 +252,7 @@ def _mix_prefixes(tensors: Tensors) -> None:
                 "edit": _set("base_model.model.lm_head.weight", "F32", np.ones((32, 16))),
                 "config": {"modules_to_save": ["lm_head"]},
             },
-            ["full copies of modules", "full copies of base tensors (modules_to_save) is not supported"],
+            ["modules_to_save: ['lm_head'] is not supported", "full copies of modules (modules_to_save) is not supported"],
         ),
     ],
 )
@@ -264,6 +264,63 @@ def test_what_cannot_be_served_is_refused_with_every_fault(
         assert any(fault in text for text in found), found
 
 
+def _vector(name: str, width: int = 16) -> Callable[[Tensors], None]:
+    return _set(f"{STEM}.{name}", "F32", np.ones(width))
+
+
+def _magnitudes(tensors: Tensors) -> None:
+    for name in [name for name in tensors if "lora_A" in name]:
+        width = 16 if "q_proj" in name else 8
+        _set(name.replace("lora_A.weight", "lora_magnitude_vector"), "F32", np.ones(width))(tensors)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"edit": _vector("lora_magnitude_vector")}, "is a magnitude, but adapter_config.json does not say use_dora"),
+        ({"edit": _vector("lora_B.bias")}, "is a lora_bias, but adapter_config.json does not say lora_bias"),
+        ({"edit": _vector("base_layer.bias")}, "is a trained bias, but adapter_config.json does not say so in bias"),
+        ({"config": {"use_dora": True}}, "has no magnitude beside it, but adapter_config.json says use_dora"),
+        ({"config": {"lora_bias": True}}, "has no lora_bias beside it, but adapter_config.json says lora_bias"),
+        ({"edit": _vector("lora_magnitude_vector", 15)}, "has shape [15]; this base needs [16]"),
+        ({"edit": _vector("base_layer.bias", 17), "config": {"bias": "all"}}, "has shape [17]; this base needs [16]"),
+        (
+            {"edit": _set("base_model.model.model.layers.0.self_attn.k_proj.lora_magnitude_vector", "F32", np.ones(8))},
+            "k_proj.lora_magnitude_vector': has no matching lora_A",
+        ),
+        (
+            {
+                "edit": _set("base_model.model.model.layers.0.self_attn.o_proj.bias", "F32", np.ones(16)),
+                "config": {"bias": "all"},
+            },
+            "this base has no bias at 'model.layers.0.self_attn.o_proj'",
+        ),
+        ({"edit": _vector("lora_magnitude_vector.other")}, "keys name several adapters: '', 'other'"),
+    ],
+)
+def test_vectors_that_do_not_fit_the_pairs_the_configuration_or_the_base_are_refused(
+    options: dict[str, Any], fault: str, tmp_path: Path, tiny_base: BaseDescription
+) -> None:
+    base = replace(tiny_base, family="qwen2")
+    found = _faults(make_adapter_folder(tmp_path, base, **options), base)
+    assert any(fault in text for text in found), found
+
+
+def test_vectors_are_read_beside_the_pairs(tmp_path: Path, tiny_base: BaseDescription) -> None:
+    def add(tensors: Tensors) -> None:
+        _magnitudes(tensors)
+        _vector("base_layer.bias")(tensors)
+        _set("base_model.model.model.layers.1.self_attn.k_proj.bias", "BF16", np.full(8, 0.5))(tensors)
+
+    base = replace(tiny_base, family="qwen2")
+    folder = make_adapter_folder(tmp_path, base, edit=add, config={"use_dora": True, "bias": "all"})
+    vectors = _check(folder, base).read_vectors(folder / "adapter_model.safetensors")
+    assert {place: len(vector) for place, vector in vectors.magnitudes.items()} == {(0, 0): 16, (0, 2): 8, (1, 0): 16, (1, 2): 8}
+    assert vectors.lora_biases == {}
+    assert vectors.biases.keys() == {(0, 0), (1, 1)}
+    assert vectors.biases[1, 1].tolist() == [0.5] * 8
+
+
 def test_faults_of_config_keys_shapes_and_values_come_together(tmp_path: Path, tiny_base: BaseDescription) -> None:
     def spoil(tensors: Tensors) -> None:
         _poison(np.nan)(tensors)
@@ -271,7 +328,7 @@ def test_faults_of_config_keys_shapes_and_values_come_together(tmp_path: Path, t
         _set("base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight", "F32", np.ones((8, 3)))(tensors)
         _set("mystery", "F32", np.ones(3))(tensors)
 
-    found = _faults(make_adapter_folder(tmp_path, tiny_base, edit=spoil, config={"use_dora": True, "lora_alpha": 0}), tiny_base)
+    found = _faults(make_adapter_folder(tmp_path, tiny_base, edit=spoil, config={"use_qalora": True, "lora_alpha": 0}), tiny_base)
     assert len(found) == 6
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from veneer.artifact import ArtifactError, Limits
-from veneer.artifact.config import SUPPORTED, Config, read_config
+from veneer.artifact.config import Config, read_config
 from veneer.artifact.faults import Faults
+from veneer.artifact.support import FIELDS
 
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16}
 
@@ -49,7 +50,7 @@ def test_the_tokens_that_activate_an_adapter_are_read(tokens: list[int] | None) 
     [
         ({"peft_type": "IA3"}, "peft_type: must be LORA, not 'IA3'"),
         ({"peft_type": None}, "must be LORA"),
-        ({"task_type": "SEQ_CLS"}, "task_type: 'SEQ_CLS' is not supported; only adapters of causal language models"),
+        ({"task_type": "SEQ_CLS"}, "task_type: 'SEQ_CLS' is not supported; other tasks: only adapters of causal language models"),
         ({"r": 0}, "r: must be a whole number from 1 to 256, not 0"),
         ({"r": 257}, "from 1 to 256, not 257"),
         ({"r": 8.0}, "not 8.0"),
@@ -63,10 +64,13 @@ def test_the_tokens_that_activate_an_adapter_are_read(tokens: list[int] | None) 
         ({"lora_alpha": 10**40}, "must be a number"),
         ({"lora_alpha": "16"}, "not '16'"),
         ({"use_rslora": 1}, "use_rslora: must be true or false, not 1"),
-        ({"bias": "lora_only"}, "bias: 'lora_only' is not supported; set bias to none"),
-        ({"bias": "all"}, "set bias to none"),
-        ({"use_dora": True}, "DoRA"),
-        ({"lora_bias": True}, "bias inside LoRA layers"),
+        ({"bias": "some"}, "bias: must be none, all or lora_only, not 'some'"),
+        ({"bias": ["all"]}, "bias: must be none, all or lora_only, not ['all']"),
+        ({"use_dora": 1}, "use_dora: must be true or false, not 1"),
+        ({"lora_bias": "yes"}, "lora_bias: must be true or false, not 'yes'"),
+        ({"use_dora": True, "lora_bias": True}, "lora_bias: is not supported together with use_dora"),
+        ({"use_dora": True, "alora_invocation_tokens": [1]}, "use_dora: is not supported together with alora_invocation_tokens"),
+        ({"bias": "all", "alora_invocation_tokens": [1]}, "bias: is not supported together with alora_invocation_tokens"),
         ({"modules_to_save": ["lm_head"]}, "full copies of modules"),
         ({"trainable_token_indices": [1]}, "trained token rows"),
         ({"alora_invocation_tokens": [1, -2]}, "alora_invocation_tokens: must be a list of at most 256 token ids, not [1, -2]"),
@@ -109,7 +113,7 @@ def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], fault:
 
 def test_every_fault_is_listed_once() -> None:
     with pytest.raises(ArtifactError) as error:
-        _read(r=0, lora_alpha=0, use_dora=True, mystery=1, bias="all")
+        _read(r=0, lora_alpha=0, use_dora=2, mystery=1, bias="some")
     assert sorted(violation.field.rpartition(": ")[2] for violation in error.value.violations) == [
         "'mystery'",
         "bias",
@@ -157,7 +161,7 @@ def test_a_file_that_is_too_large_is_not_parsed() -> None:
 def test_the_table_knows_every_field_of_peft_and_accepts_its_defaults() -> None:
     peft = pytest.importorskip("peft")
     names = {field.name for field in fields(peft.LoraConfig)}
-    assert set(SUPPORTED) - names == set()
-    assert {name for name in names if name not in SUPPORTED} == set()
+    assert set(FIELDS) - names == set()
+    assert {name for name in names if name not in FIELDS} == set()
     defaults = json.loads(json.dumps(peft.LoraConfig(task_type="CAUSAL_LM").to_dict(), default=str))
     assert _read(**defaults).warnings == []
