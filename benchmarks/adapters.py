@@ -1,0 +1,57 @@
+"""Many adapters and little room, in figures: `python -m benchmarks.adapters [--short] [--json PATH] [--only SECTION …]`.
+
+Adapters have the shapes of SmolLM2-135M; what was made once is kept in ~/.cache/veneer/bench-adapters. Bounded figures are
+quotients of two measurements of one run. docs/benchmarks.md has more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from benchmarks import report
+from benchmarks.fleet import ImageFolder
+from benchmarks.loads import measure_copy, measure_load
+from benchmarks.replay import measure_replay
+from benchmarks.report import Row
+from benchmarks.thrash import Scale, measure_ttft, measure_uniform, measure_zipf
+from demo.prepare import default_folder, prepare
+
+FULL = Scale(catalogue=3000, room=40, streams=64, waiting=128, requests=400, rounds=2)
+SHORT = Scale(catalogue=300, room=10, streams=16, waiting=32, requests=100, rounds=1)
+
+
+def sections(scale: Scale) -> dict[str, Callable[[], list[Row]]]:
+    """Returns what there is to measure, by name."""
+    images = ImageFolder(default_folder().with_name("bench-adapters"), prepare())
+    count, seconds = (20_000, 10.0) if scale is FULL else (4000, 4.0)
+    return {
+        "hits": lambda: measure_replay(catalogue=scale.catalogue, room=scale.room, count=count),
+        "copy": lambda: measure_copy(images, count=8),
+        "load": lambda: asyncio.run(measure_load(images, room=scale.room, seconds=seconds, rounds=scale.rounds)),
+        "zipf": lambda: asyncio.run(measure_zipf(images, scale)),
+        "uniform": lambda: asyncio.run(measure_uniform(images, scale)),
+        "ttft": lambda: asyncio.run(measure_ttft(images, scale)),
+    }
+
+
+def main() -> None:
+    """Entry point."""
+    parser = report.parser("Measures the tiers of adapters, in bfloat16.")
+    parser.add_argument("--short", action="store_true", help="300 adapters and room for 10")
+    parser.add_argument("--only", nargs="+", metavar="SECTION", help="sections to measure (default: all)")
+    arguments = parser.parse_args()
+    known = sections(SHORT if arguments.short else FULL)
+    if unknown := set(arguments.only or ()) - set(known):
+        parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    rows: list[Row] = []
+    for name in arguments.only or known:
+        start = time.monotonic()
+        rows += known[name]()
+        print(f"── {name}: {time.monotonic() - start:.0f} s ──", flush=True)
+    raise SystemExit(0 if report.publish(rows, path=arguments.json, title="adapters, bfloat16") else 1)
+
+
+if __name__ == "__main__":
+    main()
