@@ -152,7 +152,7 @@ class PagedAttention:
             cache, qk, v, step.kv_rows, step.num_rows, qk.stride(0), v.stride(0), layer,
             WIDTH=width, FIRST=heads.num_heads * heads.head_dim, BLOCK=_APPEND_BLOCK, **self._shared,
         )  # fmt: skip
-        out = torch.empty(num_rows, heads.num_heads * heads.head_dim, dtype=qk.dtype, device=qk.device)
+        out = self._new_output(num_rows)
         if self._num_items:
             decode_attention[(self._programs,)](
                 out, qk, cache, self._parts, self._best, self._totals, self._arrived,
@@ -167,6 +167,10 @@ class PagedAttention:
                 **self._attends, **tiles.prefill.options(),
             )  # fmt: skip
         return out
+
+    def _new_output(self, num_rows: int) -> Tensor:
+        width = self._heads.num_heads * self._heads.head_dim
+        return torch.empty(num_rows, width, dtype=self._cache.dtype, device=self._cache.device)
 
 
 def _power_of_two(size: int) -> int:

@@ -112,6 +112,6 @@ def build_attention_items(step: AttentionRows, *, least_split: int, tile_rows: i
     return AttentionItems(
         rows=rows,
         items=items.astype(np.int32),
-        tiles=listed[np.argsort(-listed[:, 2], kind="stable")],
+        tiles=listed[np.argsort(-(listed[:, 1] + listed[:, 2]), kind="stable")],
         pages=np.concatenate((step.pages.ravel(), *(chunk.pages for chunk in step.chunks))).astype(np.int32),
     )

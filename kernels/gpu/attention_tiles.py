@@ -18,10 +18,10 @@ class AttentionTiles:
 
     Attributes:
         max_head_dim: Widest head in this configuration.
-        decode_n: Tokens that a round of the decode kernel's loop takes; a power of two.
+        decode_n: Tokens that a round of the decode kernel's loop takes; a power of two, a multiple of every page size.
         split_tokens: Fewest tokens of a split, a multiple of `decode_n`.
         prefill_m: Rows times query heads of a key head in a tile of a chunk.
-        prefill_n: Tokens that a round of the prefill kernel's loop takes; a power of two.
+        prefill_n: Tokens that a round of the prefill kernel's loop takes; likewise.
         decode: Launch of the decode kernel.
         prefill: Launch of the prefill kernel.
         waves: Programs of either for each multiprocessor.
@@ -42,15 +42,15 @@ class AttentionTiles:
 
 
 ATTENTION_TILES = (
-    AttentionTiles(64, 64, 256, 128, 64, Launch(4, 3), Launch(4, 3)),
-    AttentionTiles(128, 64, 256, 128, 64, Launch(4, 3), Launch(8, 3)),
-    AttentionTiles(256, 32, 256, 64, 32, Launch(4, 3), Launch(8, 2)),
+    AttentionTiles(64, 64, 256, 128, 64, Launch(4, 5), Launch(8, 3)),
+    AttentionTiles(128, 64, 256, 128, 64, Launch(4, 5), Launch(8, 3)),
+    AttentionTiles(256, 32, 256, 64, 32, Launch(4, 5), Launch(8, 2)),
 )
 """For elements of two bytes, by ascending head dimension."""
 
 WIDE_ATTENTION_TILES = (
     AttentionTiles(128, 32, 256, 64, 32, Launch(4, 2), Launch(8, 2)),
-    AttentionTiles(256, 16, 256, 32, 16, Launch(4, 2), Launch(8, 2)),
+    AttentionTiles(256, 32, 256, 32, 32, Launch(4, 2), Launch(8, 2)),
 )
 """For float32, which serves only where the last digits matter."""
 

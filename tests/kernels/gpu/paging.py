@@ -16,6 +16,7 @@ from kernels.gpu.tiles import Launch
 from tests.kernels.conftest import ROUNDOFF
 
 NUM_LAYERS = 2
+AROUND = 64  # rows
 SMALL = AttentionTiles(256, 32, 64, 32, 32, Launch(4, 2), Launch(4, 2), waves=1)
 
 
@@ -26,6 +27,11 @@ class Part:
     sequence: int
     start: int
     count: int = 1
+
+
+def heads_of(head_dim: int, group: int, *, softcap: float | None = None, num_kv_heads: int = 2) -> Heads:
+    """Returns heads of which `group` share a key head."""
+    return Heads(group * num_kv_heads, num_kv_heads, head_dim, scale=1.3 * head_dim**-0.5, softcap=softcap)
 
 
 class Sequences:
@@ -90,7 +96,7 @@ class Sequences:
         for part in parts:
             self.write(part.sequence, 0, part.start, layer=layer)
         attention.begin_step(self.step(parts))
-        return nan_filled(attention, *self.batch(parts), layer=layer, window=window).view(
+        return attend_in_nan(attention, *self.batch(parts), layer=layer, window=window).view(
             -1, self.heads.num_heads, self.heads.head_dim
         )
 
@@ -123,10 +129,18 @@ class Sequences:
         return float(((out.double() - want.out).abs() / bound).nan_to_num(torch.inf).max())
 
 
-def nan_filled(attention: PagedAttention, *args, **kwargs) -> torch.Tensor:
-    """Calls a form while new tensors are NaN until they are written."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        return attention(*args, **kwargs)
-    finally:
-        torch.use_deterministic_algorithms(False)
+def attend_in_nan(attention: PagedAttention, *args, **kwargs) -> torch.Tensor:
+    """Calls a form that writes into a larger tensor of NaN, which has to stay so around the output."""
+    around = torch.empty(0)
+
+    def output(num_rows: int) -> torch.Tensor:
+        nonlocal around
+        width = attention._heads.num_heads * attention._heads.head_dim
+        around = torch.full((num_rows + 2 * AROUND, width), torch.nan, dtype=attention._cache.dtype)
+        return around[AROUND:-AROUND]
+
+    attention._new_output = output
+    out = attention(*args, **kwargs)
+    assert bool(around[:AROUND].isnan().all()), "written before the output"
+    assert bool(around[-AROUND:].isnan().all()), "written behind the output"
+    return out
