@@ -9,6 +9,7 @@
 // or split for long contexts. Nothing reads a token behind a sequence's length, so what lies there, NaN included, reaches nobody.
 
 #include "cpp/attention.hpp"
+#include "cpp/epilogue.hpp"
 #include "cpp/low_rank.hpp"
 #include "cpp/pieces.hpp"
 #include "cpp/products.hpp"
@@ -26,6 +27,9 @@
   }                                                                                                                                \
   EXPORT void low_rank_##NAME(const LowRankSite *site, const T *x, int64_t x_stride, T *y, int64_t y_stride, int64_t layer) {      \
     low_rank<T>(*site, x, x_stride, y, y_stride, (int)layer);                                                                      \
+  }                                                                                                                                \
+  EXPORT void epilogue_##NAME(const EpilogueSite *site, T *y, int64_t y_stride, int64_t layer) {                                   \
+    epilogue<T>(*site, y, y_stride, (int)layer);                                                                                   \
   }                                                                                                                                \
   EXPORT void add_norm_##NAME(T *x, int64_t x_stride, const T *y, const void *weight, int64_t weight_is_float, T *out, int64_t rows, \
                               int64_t groups, int64_t width, float eps, int64_t threads) {                                         \

@@ -27,6 +27,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _COUNT),
     "attention": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT),
     "low_rank": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT),
+    "epilogue": (_POINTER, _POINTER, _COUNT, _COUNT),
     "add_norm": (
         _POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT, _COUNT, ctypes.c_float, _COUNT,
     ),

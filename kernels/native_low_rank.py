@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from kernels.descriptors import Descriptors
-from kernels.epilogue import TorchEpilogue
 from kernels.native import Native, NativeFormError
+from kernels.native_epilogue import NativeEpilogue
 from kernels.rows import RankRows, aligned_rank
 from kernels.sites import Site
 
@@ -74,7 +74,7 @@ class NativeLowRank:
         self._function = native.function("low_rank", arena.dtype)
         self._arena, self._descriptors = arena, descriptors
         self._max_rows = max_rows
-        self._epilogue = TorchEpilogue(arena, descriptors, sites=sites)
+        self._epilogue = NativeEpilogue(arena, descriptors, native=native, sites=sites)
         self._h = torch.empty(0)
         _, num_layers, num_slices = descriptors.rank.shape
         self._sites = {

@@ -11,7 +11,7 @@ import torch
 from kernels.cpu import CpuLowRank
 from kernels.descriptors import Blocks
 from kernels.epilogue import vector_at
-from kernels.native import load_native
+from kernels.native import INSTRUCTION_SETS, load_native, processor_features
 from kernels.native_low_rank import NativeLowRank
 from kernels.reference import add_low_rank
 from kernels.rows import ABSENT, build_rank_rows
@@ -96,6 +96,19 @@ def test_equals_the_reference_within_its_roundings(world, sites, form, popularit
     adapters = with_vectors(world, world.adapters(RANKS))
     rows = build_rank_rows(world.row_slot(33, len(RANKS), popularity), adapters.descriptors.largest_rank)
     check(world, adapters, FORMS[form](adapters, sites), rows, sites)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "instruction_set", [one for one in INSTRUCTION_SETS if one.needs <= processor_features()], ids=lambda one: one.name
+)
+def test_every_instruction_set_equals_the_reference(world, sites, instruction_set, dtype):
+    world = world(10, dtype)
+    adapters = with_vectors(world, world.adapters(RANKS))
+    native = load_native(instruction_set)
+    low_rank = NativeLowRank(adapters.arena, adapters.descriptors, native=native, sites=sites, max_rows=80)
+    rows = build_rank_rows(world.row_slot(33, len(RANKS), "uniform"), adapters.descriptors.largest_rank)
+    check(world, adapters, low_rank, rows, sites)
 
 
 @pytest.mark.parametrize("form", FORMS)
