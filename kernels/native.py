@@ -24,7 +24,8 @@ _SUFFIX = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    "linear": (_POINTER, _COUNT, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT, _COUNT),
+    "layers": (_POINTER, _POINTER),
+    "linear": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT),
     "attention": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT),
     "low_rank": (_POINTER, _POINTER, _COUNT, _POINTER, _COUNT, _COUNT),
     "epilogue": (_POINTER, _POINTER, _COUNT, _COUNT),
@@ -37,6 +38,17 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "softcap": (_POINTER, _COUNT, ctypes.c_float, _COUNT),
     "likeliest": (_POINTER, _POINTER, _POINTER, _COUNT, _COUNT, _COUNT),
 }  # fmt: skip
+
+
+class Weight(ctypes.Structure):
+    """Mirrors `Weight` of cpp/products.hpp: one packed matrix, [in, out], and its bias."""
+
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("depth", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+    )
 
 
 class NativeFormError(Exception):

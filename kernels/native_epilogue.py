@@ -89,3 +89,7 @@ class NativeEpilogue:
         """Changes y, [T, N]; nothing runs when no row of the step has a gain or a shift."""
         if self._is_active:
             self._function(self._addresses[site], y.data_ptr(), y.stride(0), layer)
+
+    def address(self, site: str) -> int | None:
+        """Returns where native code finds the `EpilogueSite` of a site in this step; None when nothing has to run."""
+        return self._addresses[site] if self._is_active else None

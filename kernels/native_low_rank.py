@@ -55,6 +55,9 @@ class NativeLowRank:
 
     Owned by the step loop; not thread-safe.
 
+    Attributes:
+        epilogue: What follows the rank rows.
+
     Args:
         arena: 1-D, of the model's dtype, on the CPU.
         descriptors: Where the blocks lie in it.
@@ -74,7 +77,7 @@ class NativeLowRank:
         self._function = native.function("low_rank", arena.dtype)
         self._arena, self._descriptors = arena, descriptors
         self._max_rows = max_rows
-        self._epilogue = NativeEpilogue(arena, descriptors, native=native, sites=sites)
+        self.epilogue = NativeEpilogue(arena, descriptors, native=native, sites=sites)
         self._h = torch.empty(0)
         _, num_layers, num_slices = descriptors.rank.shape
         self._sites = {
@@ -97,7 +100,7 @@ class NativeLowRank:
     def begin_step(self, rows: RankRows) -> None:
         """Sorts the step's rows; call it once before the step's first `add_`."""
         assert rows.row_slot.size <= self._max_rows, f"{rows.row_slot.size} rows of {self._max_rows}"
-        self._epilogue.begin_step(rows)
+        self.epilogue.begin_step(rows)
         self._is_active = not rows.is_empty
         if not self._is_active:
             return
@@ -127,7 +130,11 @@ class NativeLowRank:
         """Adds to y, [T, N], what the adapters make of x, [T, K]; nothing runs when no row of the step has an adapter."""
         if self._is_active:
             self._function(self._addresses[site], x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), layer)
-        self._epilogue.apply_(y, layer=layer, site=site)
+        self.epilogue.apply_(y, layer=layer, site=site)
+
+    def address(self, site: str) -> int | None:
+        """Returns where native code finds the `LowRankSite` of a site in this step; None when nothing has to run."""
+        return self._addresses[site] if self._is_active else None
 
     def invalidate(self, slot: int) -> None:
         """Does nothing: no copy of a slot is kept."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 from benchmarks.contenders.process import Setup
 from benchmarks.contenders.veneer import Veneer
+from dataplane.model.native_stack import NativeStack
 
 
 class Profile(Veneer):
-    """As `Veneer`; `extra` has also the parts of the forward pass. The stopwatches cost some microseconds a layer."""
+    """As `Veneer`; `extra` has also the parts of the forward pass.
+
+    `NativeStack` counts by itself; around the pieces of `PieceStack` stand stopwatches, which cost some microseconds a layer.
+    """
 
     _in_process = True
 
@@ -21,15 +25,16 @@ class Profile(Veneer):
         super().__init__(setup)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         runner = self._client._link._engine._runner  # type: ignore[attr-defined]
-        runner._attention = Timed(runner._attention, "attention", self._seconds)
-        runner._low_rank = Timed(runner._low_rank, "adapters", self._seconds)
-        model = runner._model
-        runner._model = replace(
-            model,
-            layers=tuple(map(self._timed_layer, model.layers)),
-            head=Timed(model.head, "head", self._seconds),
-            pieces=Timed(model.pieces, "norms, rotation, activation", self._seconds),
-        )
+        self._native: NativeStack | None = None
+        model, stack = runner._model, runner._model.stack
+        pieces = Timed(model.pieces, "norms, rotation, activation", self._seconds)
+        if isinstance(stack, NativeStack):
+            self._native = stack
+        else:
+            runner._attention = Timed(runner._attention, "attention", self._seconds)
+            runner._low_rank = Timed(runner._low_rank, "adapters", self._seconds)
+            stack = replace(stack, layers=tuple(map(self._timed_layer, stack.layers)), pieces=pieces)
+        runner._model = replace(model, stack=stack, head=Timed(model.head, "head", self._seconds), pieces=pieces)
 
     def _timed_layer(self, layer: Any) -> Any:
         products = {field.name: getattr(layer, field.name) for field in fields(layer)}
@@ -37,7 +42,9 @@ class Profile(Veneer):
         return replace(layer, **timed)
 
     async def _parts(self) -> dict[str, float]:
-        return {**await super()._parts(), **self._seconds}
+        parts = Counter(self._seconds)
+        parts.update(self._native.seconds if self._native else {})
+        return {**await super()._parts(), **parts}
 
 
 class Timed:

@@ -13,10 +13,10 @@ from dataplane.engine.config import EngineConfig
 from dataplane.lora.arena import Arena
 from dataplane.model.architecture import Architecture
 from dataplane.model.attention import Attention, PagedKv, TorchAttention
-from dataplane.model.decoder import LowRank
 from dataplane.model.invariant import RowAttention, TiledPieces
 from dataplane.model.native_attention import NativeAttention, check_shapes
 from dataplane.model.pieces import NativePieces, Pieces, TorchPieces
+from dataplane.model.stack import LowRank
 from kernels.cpu import CpuLowRank
 from kernels.native import Native, NativeFormError, load_native
 from kernels.native_low_rank import NativeLowRank

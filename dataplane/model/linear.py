@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.huge_pages import HugePages
-from kernels.native import Native
+from kernels.native import Native, Weight
 
 Linear = Callable[[Tensor], Tensor]
 """Maps x [T, in] to x Wᵀ + b [T, out], in the dtype of x."""
@@ -63,6 +64,10 @@ def _has_packed_bf16() -> bool:
 class NativeLinear:
     """The product of `cpu.cpp`: weights in blocks of 48 columns, in words of 4 bytes along the input.
 
+    Attributes:
+        address: Of the `Weight` that native code reads; valid as long as this object lives.
+        out_features: Columns of the product.
+
     Args:
         weight: bfloat16 or float32 [out, in] on the CPU; in is even for bfloat16.
         native: The library.
@@ -71,22 +76,21 @@ class NativeLinear:
     """
 
     def __init__(self, weight: Tensor, native: Native, bias: Tensor | None = None, *, pages: HugePages | None = None) -> None:
-        self._bias = bias
         self._function = native.function("linear", weight.dtype)
-        self._width, self._depth = weight.shape
-        blocks, parts = -(-self._width // _BLOCK_COLUMNS), 4 // weight.element_size()
-        padded = F.pad(weight, (0, 0, 0, blocks * _BLOCK_COLUMNS - self._width))
-        packed = padded.view(blocks, _BLOCK_COLUMNS, self._depth // parts, parts).transpose(1, 2)
-        self._weight = (pages or HugePages()).copy(packed)
-        self._address = self._weight.data_ptr()
+        width, depth = weight.shape
+        blocks, parts = -(-width // _BLOCK_COLUMNS), 4 // weight.element_size()
+        padded = F.pad(weight, (0, 0, 0, blocks * _BLOCK_COLUMNS - width))
+        packed = padded.view(blocks, _BLOCK_COLUMNS, depth // parts, parts).transpose(1, 2)
+        self._memory = (pages or HugePages()).copy(packed), bias
+        self._weight = Weight(self._memory[0].data_ptr(), None if bias is None else bias.data_ptr(), depth, width)
+        self.address, self.out_features = ctypes.addressof(self._weight), width
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns the product with x, [T, in], whose rows may lie apart."""
         rows = x.shape[0]
-        y = torch.empty(rows, self._width, dtype=x.dtype)
-        threads = torch.get_num_threads()
-        self._function(x.data_ptr(), x.stride(0), self._address, y.data_ptr(), rows, self._depth, self._width, threads)
-        return y if self._bias is None else y.add_(self._bias)
+        y = torch.empty(rows, self.out_features, dtype=x.dtype)
+        self._function(self.address, x.data_ptr(), x.stride(0), y.data_ptr(), rows, torch.get_num_threads())
+        return y
 
 
 class _Plain:

@@ -10,10 +10,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dataplane.model.architecture import Architecture
-from dataplane.model.decoder import Decoder, DecoderLayer, norm_names, weight_shapes
+from dataplane.model.decoder import Decoder, norm_names, weight_shapes
 from dataplane.model.layers import Rotary
 from dataplane.model.linear import Linear
-from dataplane.model.pieces import Pieces, TorchPieces
+from dataplane.model.native_stack import NativeStack, takes
+from dataplane.model.pieces import NativePieces, Pieces, TorchPieces
+from dataplane.model.stack import DecoderLayer, PieceStack, Stack
 from veneer.errors import InvalidArgumentError, Violation
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
@@ -75,14 +77,20 @@ def load_decoder(
         )
     embedding = tensor("model.embed_tokens.weight")
     ropes = {layer.rope for layer in form.layers if layer.rope is not None}
+    rotaries = {rope: Rotary(rope, max_context=max_context, dtype=dtype, device=device) for rope in ropes}
+
+    def stack() -> Stack:
+        if isinstance(pieces, NativePieces) and takes(layers):
+            return NativeStack(form, tuple(layers), rotaries, native=pieces.native, dtype=dtype)
+        return PieceStack(form, tuple(layers), rotaries, pieces)
+
     return Decoder(
         form=form,
         embedding=embedding,
         embedding_scale=torch.tensor(form.embedding_scale).to(dtype).item(),
-        layers=tuple(layers),
+        stack=stack(),
         norm=norm("model.norm"),
         head=pieces.pack(embedding if form.tied else tensor("lm_head.weight")),
-        rotaries={rope: Rotary(rope, max_context=max_context, dtype=dtype, device=device) for rope in ropes},
         pieces=pieces,
     )
 

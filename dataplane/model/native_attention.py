@@ -60,6 +60,9 @@ class NativeAttention:
     whose results are merged in order, by all threads when there are few rows. Tokens behind a row's own are not read, and neither
     are pages that lie before the window of all rows that walk together.
 
+    Attributes:
+        address: Of the `AttentionStep` that native code reads; its contents are those of the step that began last.
+
     Raises:
         NativeFormError: Page size, head dimension or dtype that `cpu.cpp` does not have.
     """
@@ -78,7 +81,7 @@ class NativeAttention:
             softcap=config.attention_softcap or 0.0,
         )
         self._windows = [layer.window or 0 for layer in config.layers]
-        self._address = ctypes.addressof(self._step)
+        self.address = ctypes.addressof(self._step)
 
     def begin_step(self, batch: Batch) -> None:
         """Lists the parts that are attended to: a part is the rows of one sequence."""
@@ -103,5 +106,5 @@ class NativeAttention:
         """See `Attention`; rows of qk and v may lie apart (a view of the fused projection)."""
         out = torch.empty(qk.shape[0], self._q_size, dtype=qk.dtype)
         keys, values, window = qk.data_ptr(), v.data_ptr(), self._windows[layer]
-        self._function(self._address, keys, qk.stride(0), values, v.stride(0), out.data_ptr(), layer, window)
+        self._function(self.address, keys, qk.stride(0), values, v.stride(0), out.data_ptr(), layer, window)
         return out

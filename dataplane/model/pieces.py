@@ -92,6 +92,9 @@ class TorchPieces:
 class NativePieces:
     """One call of `cpu.cpp` each: float32 inside, rounded once. Tensors lie on the CPU and have contiguous rows.
 
+    Attributes:
+        native: The library.
+
     Args:
         native: The library.
         dtype: Of all tensors but the weights of norms.
@@ -102,7 +105,7 @@ class NativePieces:
     """
 
     def __init__(self, native: Native, dtype: torch.dtype, *, invariant: bool = False) -> None:
-        self._native, self._invariant, self._pages = native, invariant, HugePages()
+        self.native, self._invariant, self._pages = native, invariant, HugePages()
         self._add_norm = native.function("add_norm", dtype)
         self._rotate = native.function("rotate", dtype)
         self._silu_mul = native.function("silu_mul", dtype)
@@ -112,7 +115,7 @@ class NativePieces:
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """See `Pieces`."""
-        return pack_linear(weight, bias, native=self._native, pages=self._pages, invariant=self._invariant)
+        return pack_linear(weight, bias, native=self.native, pages=self._pages, invariant=self._invariant)
 
     def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """See `Pieces`; the weight has the dtype of x, or float32."""

@@ -191,68 +191,74 @@ void append(const AttentionStep &step, const T *qk, int64_t qk_stride, const T *
   }
 }
 
-std::vector<Unit> units_of(const AttentionStep &step) {
-  const int group = step.heads / step.kv_heads;
+// How a step is attended to: its units, and room for the results of splits. One serves all layers, and all threads of a team.
+struct AttentionWork {
+  const AttentionStep &step;
+  const int group;
   std::vector<Unit> units;
-  for (int64_t i = 0; i < step.num_parts; i++) {
-    const int64_t *part = step.parts + 4 * i;
-    const int queries = (int)(part[1] * group), blocks = (queries + QUERIES - 1) / QUERIES, size = (queries + blocks - 1) / blocks;
-    for (int first = 0; first < queries; first += size)
-      units.push_back({(const int64_t *)part[3], part[0], part[2], first, std::min(size, queries - first)});
+  std::vector<Result> parts;
+
+  explicit AttentionWork(const AttentionStep &step) : step(step), group(step.heads / step.kv_heads) {
+    for (int64_t i = 0; i < step.num_parts; i++) {
+      const int64_t *part = step.parts + 4 * i;
+      const int queries = (int)(part[1] * group), blocks = (queries + QUERIES - 1) / QUERIES, size = (queries + blocks - 1) / blocks;
+      for (int first = 0; first < queries; first += size)
+        units.push_back({(const int64_t *)part[3], part[0], part[2], first, std::min(size, queries - first)});
+    }
+    const int most = most_splits(Layer{});
+    if (spreads(most)) parts.resize(num_items() * most);  // enough for layers with windows, which see less
   }
-  return units;
-}
 
-int first_split_of(const Unit &unit, Layer layer, int group) { return (int)(layer.first_seen(unit.length(0, group)) / SPLIT); }
-
-int splits_of(const Unit &unit, int group) { return (int)((unit.longest(group) + SPLIT - 1) / SPLIT); }
+  int64_t num_items() const { return (int64_t)units.size() * step.kv_heads; }
+  int first_split(const Unit &unit, Layer layer) const { return (int)(layer.first_seen(unit.length(0, group)) / SPLIT); }
+  int end_split(const Unit &unit) const { return (int)((unit.longest(group) + SPLIT - 1) / SPLIT); }
+  int most_splits(Layer layer) const {
+    int most = 1;
+    for (const Unit &unit : units) most = std::max(most, end_split(unit) - first_split(unit, layer));
+    return most;
+  }
+  bool spreads(int most) const { return most > 1 && num_items() < 8 * step.threads; }  // too few items to fill the threads
+};
 
 template <class T>
-void attention(const AttentionStep &step, const T *qk, int64_t qk_stride, const T *v, int64_t v_stride, T *out, Layer layer) {
-  const std::vector<Unit> units = units_of(step);
-  const int group = step.heads / step.kv_heads, kv_heads = step.kv_heads;
-  const int64_t num_items = (int64_t)units.size() * kv_heads;
-  int most_splits = 1;
-  for (const Unit &unit : units) most_splits = std::max(most_splits, splits_of(unit, group) - first_split_of(unit, layer, group));
-  const bool spread = most_splits > 1 && num_items < 8 * step.threads;  // too few items to fill the threads
-  std::vector<Result> parts(spread ? num_items * most_splits : 0);
-#pragma omp parallel num_threads(step.threads)
-  {
-    alignas(64) uint32_t q[QUERIES][MAX_DIM];
+void attention(AttentionWork &work, const T *qk, int64_t qk_stride, const T *v, int64_t v_stride, T *out, Layer layer) {
+  const AttentionStep &step = work.step;
+  const int64_t num_items = work.num_items(), kv_heads = step.kv_heads;
+  const int most = work.most_splits(layer);
+  alignas(64) uint32_t q[QUERIES][MAX_DIM];
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < step.num_rows; t++) append(step, qk, qk_stride, v, v_stride, layer.index, t);
-    if (spread) {
+  for (int64_t t = 0; t < step.num_rows; t++) append(step, qk, qk_stride, v, v_stride, layer.index, t);
+  if (work.spreads(most)) {
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t i = 0; i < num_items * most_splits; i++) {
-        const int64_t item = i / most_splits;
-        const Unit &unit = units[item / kv_heads];
-        const int split = first_split_of(unit, layer, group) + i % most_splits, head = item % kv_heads;
-        if (split >= splits_of(unit, group)) continue;
-        copy_queries(step, unit, qk, qk_stride, head, q);
-        attend_any<T>(step, unit, q, layer, head, split, parts[i]);
-      }
+    for (int64_t i = 0; i < num_items * most; i++) {
+      const int64_t item = i / most;
+      const Unit &unit = work.units[item / kv_heads];
+      const int split = work.first_split(unit, layer) + i % most, head = item % kv_heads;
+      if (split >= work.end_split(unit)) continue;
+      copy_queries(step, unit, qk, qk_stride, head, q);
+      attend_any<T>(step, unit, q, layer, head, split, work.parts[i]);
+    }
 #pragma omp for schedule(static)
-      for (int64_t item = 0; item < num_items; item++) {
-        const Unit &unit = units[item / kv_heads];
-        Result &result = parts[item * most_splits];
-        const int num_splits = splits_of(unit, group) - first_split_of(unit, layer, group);
-        for (int split = 1; split < num_splits; split++) merge(result, (&result)[split], unit.num_queries, step.dim);
-        finish(step, unit, result, item % kv_heads, out);
+    for (int64_t item = 0; item < num_items; item++) {
+      const Unit &unit = work.units[item / kv_heads];
+      Result &result = work.parts[item * most];
+      const int num_splits = work.end_split(unit) - work.first_split(unit, layer);
+      for (int split = 1; split < num_splits; split++) merge(result, (&result)[split], unit.num_queries, step.dim);
+      finish(step, unit, result, item % kv_heads, out);
+    }
+  } else {
+    Result result, next;
+#pragma omp for schedule(dynamic, num_items < 16 ? 1 : 4)
+    for (int64_t item = 0; item < num_items; item++) {
+      const Unit &unit = work.units[item / kv_heads];
+      const int head = item % kv_heads, first = work.first_split(unit, layer);
+      copy_queries(step, unit, qk, qk_stride, head, q);
+      attend_any<T>(step, unit, q, layer, head, first, result);
+      for (int split = first + 1; split < work.end_split(unit); split++) {
+        attend_any<T>(step, unit, q, layer, head, split, next);
+        merge(result, next, unit.num_queries, step.dim);
       }
-    } else {
-      Result result, next;
-#pragma omp for schedule(dynamic, 4)
-      for (int64_t item = 0; item < num_items; item++) {
-        const Unit &unit = units[item / kv_heads];
-        const int head = item % kv_heads, first = first_split_of(unit, layer, group);
-        copy_queries(step, unit, qk, qk_stride, head, q);
-        attend_any<T>(step, unit, q, layer, head, first, result);
-        for (int split = first + 1; split < splits_of(unit, group); split++) {
-          attend_any<T>(step, unit, q, layer, head, split, next);
-          merge(result, next, unit.num_queries, step.dim);
-        }
-        finish(step, unit, result, head, out);
-      }
+      finish(step, unit, result, head, out);
     }
   }
 }

@@ -33,7 +33,7 @@ INLINE void gain_and_shift(T *y, const float *gain, const float *shift, int64_t 
 
 template <class T>
 void epilogue(const EpilogueSite &site, T *y, int64_t y_stride, int layer) {
-#pragma omp parallel for num_threads(site.threads) if (site.num_rows >= 2 * site.threads)
+#pragma omp for schedule(static)
   for (int64_t i = 0; i < site.num_rows; i++)
     for (int64_t s = 0; s < site.count; s++) {
       const int64_t at = (site.slots[i] * site.num_layers + layer) * site.num_slices + site.slice[s];

@@ -241,36 +241,33 @@ template <class T>
 void low_rank(const LowRankSite &site, const T *x, int64_t x_stride, T *y, int64_t y_stride, int layer) {
   const LowRankCall<T> call{site, x, x_stride, y, y_stride, layer};
   if (site.num_blocks >= WHOLE * site.threads || site.threads == 1) {
-#pragma omp parallel for schedule(static, 1) num_threads(site.threads)
+#pragma omp for schedule(static, 1)
     for (int64_t thread = 0; thread < site.threads; thread++) call.whole_blocks(call.share(thread), call.share(thread + 1));
     return;
   }
   const int64_t num_items = site.num_blocks * site.count, chunks = (site.max_rank + RANKS - 1) / RANKS;
-#pragma omp parallel num_threads(site.threads)
-  {
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < num_items * chunks; item++) {
-      const int64_t s = item / chunks % site.count;
-      const int32_t *block = site.blocks + 3 * (item / chunks / site.count);
-      const Pair<T> pair(site, layer, block[0], s);
-      const int begin = (int)(item % chunks * RANKS);
-      if (begin >= pair.rank) continue;
-      Fetch of_b = pair.rows_of_b(pair.shrinks());
-      call.tiles(block, s, [&](const T *const *in, T *const *, float *const *h, int count) {
-        pair.shrink_tile(in, h, count, begin, begin + RANKS, of_b);
-      });
-    }
+  for (int64_t item = 0; item < num_items * chunks; item++) {
+    const int64_t s = item / chunks % site.count;
+    const int32_t *block = site.blocks + 3 * (item / chunks / site.count);
+    const Pair<T> pair(site, layer, block[0], s);
+    const int begin = (int)(item % chunks * RANKS);
+    if (begin >= pair.rank) continue;
+    Fetch of_b = pair.rows_of_b(pair.shrinks());
+    call.tiles(block, s, [&](const T *const *in, T *const *, float *const *h, int count) {
+      pair.shrink_tile(in, h, count, begin, begin + RANKS, of_b);
+    });
+  }
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < num_items * 2; item++) {
-      const int64_t s = item / 2 % site.count;
-      const int32_t *block = site.blocks + 3 * (item / 2 / site.count);
-      const Pair<T> pair(site, layer, block[0], s);
-      const int64_t middle = pair.out / 2 / COLUMN_ALIGN * COLUMN_ALIGN;
-      Fetch nothing;
-      call.tiles(block, s, [&](const T *const *, T *const *out, float *const *h, int count) {
-        pair.expand_tile(out, h, count, item % 2 ? middle : 0, item % 2 ? pair.out : middle, nothing);
-      });
-    }
+  for (int64_t item = 0; item < num_items * 2; item++) {
+    const int64_t s = item / 2 % site.count;
+    const int32_t *block = site.blocks + 3 * (item / 2 / site.count);
+    const Pair<T> pair(site, layer, block[0], s);
+    const int64_t middle = pair.out / 2 / COLUMN_ALIGN * COLUMN_ALIGN;
+    Fetch nothing;
+    call.tiles(block, s, [&](const T *const *, T *const *out, float *const *h, int count) {
+      pair.expand_tile(out, h, count, item % 2 ? middle : 0, item % 2 ? pair.out : middle, nothing);
+    });
   }
 }
 

@@ -14,6 +14,13 @@ constexpr int DEEP = 768;            // words of a row that are walked at a time
 constexpr int L2_WORDS = 1 << 17;    // of input rows beside it
 constexpr int MOST_ROWS = 480;
 
+// Mirrors kernels.native.Weight.
+struct Weight {
+  const uint32_t *packed;  // blocks [width / COLUMNS, depth in words, COLUMNS], the last one padded
+  const void *bias;        // [width], or null
+  int64_t depth, width;
+};
+
 // y[r] = x[r] W of one tile over words [first, last); `sums` carries float32 sums from one walk to the next, in the same order as
 // one walk would add them. Meanwhile weights that are needed next are fetched, `pace` bytes a word from `ahead` on: memory has
 // time for that where a block is walked more than once.
@@ -49,17 +56,27 @@ INLINE void product(const T *x, int64_t x_stride, const uint32_t *w, int64_t fir
     }
 }
 
-// y = x W; W in blocks [width / COLUMNS, depth in words, COLUMNS], the last block padded.
+// y += bias, for one block of columns.
 template <class T>
-void linear(const T *x, int64_t x_stride, const uint32_t *weight, T *y, int64_t rows, int64_t depth, int64_t width, int threads) {
-  const int64_t num_words = depth / Words<T>::PARTS, num_blocks = (width + COLUMNS - 1) / COLUMNS;
+INLINE void add_bias(T *y, int64_t y_stride, const T *bias, int64_t rows, int columns) {
+  for (int64_t r = 0; r < rows; r++, y += y_stride)
+    for (int c = 0; c < columns; c += LANES) {
+      const int count = std::min(LANES, columns - c);
+      store_some(y + c, load_some(y + c, count) + load_some(bias + c, count), count);
+    }
+}
+
+// y = x W, rounded, and then + bias.
+template <class T>
+void linear(const Weight &weight, const T *x, int64_t x_stride, T *y, int64_t rows) {
+  const int64_t width = weight.width, num_words = weight.depth / Words<T>::PARTS, num_blocks = (width + COLUMNS - 1) / COLUMNS;
   const int64_t chunk = std::clamp<int64_t>(L2_WORDS / std::min<int64_t>(num_words, DEEP) / TALL * TALL, TALL, MOST_ROWS);
   const int64_t num_chunks = (rows + chunk - 1) / chunk;
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp for schedule(static)
   for (int64_t item = 0; item < num_chunks * num_blocks; item++) {
     alignas(64) float sums[MOST_ROWS * COLUMNS];
     const int64_t begin = item / num_blocks * chunk, end = std::min(begin + chunk, rows), block = item % num_blocks;
-    const uint32_t *w = weight + block * num_words * COLUMNS;
+    const uint32_t *w = weight.packed + block * num_words * COLUMNS;
     const int columns = (int)std::min<int64_t>(COLUMNS, width - block * COLUMNS);
     for (int64_t first = 0; first < num_words; first += DEEP) {
       const int64_t last = std::min<int64_t>(first + DEEP, num_words);
@@ -88,6 +105,8 @@ void linear(const T *x, int64_t x_stride, const uint32_t *weight, T *y, int64_t 
         ahead += pace * (last - first);
       }
     }
+    if (weight.bias)
+      add_bias(y + begin * width + block * COLUMNS, width, (const T *)weight.bias + block * COLUMNS, end - begin, columns);
   }
 }
 

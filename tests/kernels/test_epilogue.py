@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -155,8 +156,8 @@ def test_a_neighbours_vectors_are_seen_as_a_fault(world, sites, form):
     world = world(9, torch.float32)
     adapters = with_vectors(world, world.adapters(RANKS))
     rows = build_rank_rows(world.row_slot(33, len(RANKS), "uniform"), adapters.descriptors.largest_rank)
-    low_rank = FORMS[form](adapters, sites)
-    begin = low_rank._epilogue.begin_step
-    low_rank._epilogue.begin_step = lambda rows: begin(dataclasses.replace(rows, row_slot=np.roll(rows.row_slot, 1)))
+    faulty = copy.copy(adapters.descriptors)
+    faulty.gain_offset, faulty.shift_offset = (np.roll(one, 1, axis=0) for one in (faulty.gain_offset, faulty.shift_offset))
+    low_rank = FORMS[form](dataclasses.replace(adapters, descriptors=faulty), sites)
     with pytest.raises(AssertionError, match="times the bound"):
         check(world, adapters, low_rank, rows, sites)

@@ -14,6 +14,8 @@ import torch
 
 from dataplane.model.architecture import Architecture
 from dataplane.model.config import read_config
+from dataplane.model.native_stack import NativeStack
+from dataplane.model.stack import PieceStack
 from tests.fixtures.families import LONGEST, MODELS, VOCAB, WINDOW, Tiny, make_setting, save_model
 from tests.fixtures.oracle import PAGE_SIZE, MixedBatches, Oracle, Row, Setting, compare, mixed_rows, random_rows
 from veneer.artifact import describe_base
@@ -55,9 +57,10 @@ def test_a_mixed_batch_equals_each_row_alone(case: Case, chunk: int) -> None:
     assert result.wrong_tokens == 0
 
 
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7])
-def test_the_form_that_is_chosen_equals_each_row_alone(case: Case, chunk: int) -> None:
-    ours = MixedBatches(case.setting.model, case.setting.adapters, cpu_form="auto")
+def test_the_form_that_is_chosen_equals_each_row_alone(case: Case, chunk: int, invariant: bool) -> None:
+    ours = MixedBatches(case.setting.model, case.setting.adapters, cpu_form="auto", batch_invariant=invariant)
     form = read_config(case.setting.model)
     has_native = form.head_dim % 16 == 0
     if any(map(shutil.which, ("c++", "g++", "clang++"))):
@@ -65,6 +68,22 @@ def test_the_form_that_is_chosen_equals_each_row_alone(case: Case, chunk: int) -
     result = compare(ours.logits(case.rows, chunk=chunk), case.theirs, tolerance=TOLERANCE)
     assert result.largest_error <= TOLERANCE
     assert result.wrong_tokens == 0
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no compiler")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_in_one_call_have_the_bits_of_layers_in_pieces(case: Case, dtype: str) -> None:
+    if read_config(case.setting.model).head_dim % 16:
+        return  # no native form
+    ours = MixedBatches(
+        case.setting.model, case.setting.adapters, cpu_form="native", batch_invariant=True, dtype=dtype
+    )  # all products are native
+    model = ours.runner._model
+    assert isinstance(model.stack, NativeStack)
+    whole = ours.logits(case.rows, chunk=7)
+    stack = PieceStack(model.form, model.stack.layers, model.stack.rotaries, model.pieces)
+    ours.runner._model = replace(model, stack=stack)
+    assert all(map(torch.equal, whole, ours.logits(case.rows, chunk=7)))
 
 
 def test_catalogue_and_engine_read_the_same_of_a_model(case: Case) -> None:

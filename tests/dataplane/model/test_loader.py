@@ -13,9 +13,10 @@ from dataplane.model.architecture import Architecture
 from dataplane.model.attention import PagedKv, TorchAttention
 from dataplane.model.batch import Batch, Chunk
 from dataplane.model.config import parse_config
-from dataplane.model.decoder import Decoder, NoLowRank, weight_bytes, weight_shapes
+from dataplane.model.decoder import Decoder, weight_bytes, weight_shapes
 from dataplane.model.families import FAMILIES
 from dataplane.model.loader import load_decoder
+from dataplane.model.stack import NoLowRank
 from veneer.errors import InvalidArgumentError
 
 FIELDS = {
@@ -44,8 +45,8 @@ def test_projections_of_a_site_are_fused_in_order(tmp_path: Path) -> None:
     x, p = torch.randn(3, 32), "model.layers.1."
     qkv = torch.cat([x @ tensors[f"{p}self_attn.{name}_proj.weight"].T for name in "qkv"], -1)
     gate_up = torch.cat([x @ tensors[f"{p}mlp.{name}_proj.weight"].T for name in ("gate", "up")], -1)
-    torch.testing.assert_close(model.layers[1].qkv(x), qkv)
-    torch.testing.assert_close(model.layers[1].gate_up(x), gate_up)
+    torch.testing.assert_close(model.stack.layers[1].qkv(x), qkv)
+    torch.testing.assert_close(model.stack.layers[1].gate_up(x), gate_up)
     torch.testing.assert_close(model.head(x), x @ tensors["lm_head.weight"].T)
 
 
