@@ -182,17 +182,17 @@ class Relief:
     def _excess_of_pages(self, account: Account) -> float:
         return self._pool.held_by(account.name) - self._share_of_pages(account)
 
-    def page_victim(self, grower: Sequence) -> Sequence:
-        """Returns the newest request of the tenant most over its share of pages, the one that grows counted as it will be.
+    def page_victim(self, grower: Sequence) -> Sequence | None:
+        """Returns who gives its pages up where none is left for one that grows, or None when that one waits for a page.
 
-        A tenant's oldest request goes only when nothing else of anybody does, and the oldest of all never.
+        It is the newest request of a tenant above its share, the one that grows counted as it will be: of the one most above
+        it, but a tenant's oldest request goes only when nothing else does, and the oldest of all last. So the oldest request
+        of a tenant within its share goes on, come what may; one that alone takes more than that waits for the others' ends.
         """
-        ranked = [
-            (len(account.running) > 1, (self._excess_of_pages(account) + (account is grower.account)) / account.weight, account)
+        above = [
+            (account.running[-1] is not self._running[0], len(account.running) > 1, excess / account.weight, account)
             for account in self._tenants.active
-            if account.running and account.running[-1] is not self._running[0]
+            if account.running and (excess := self._excess_of_pages(account) + (account is grower.account)) > 0
         ]
-        if not ranked:
-            return self._running[-1]
-        over = [entry for entry in ranked if entry[1] > 0]
-        return max(over or ranked, key=lambda entry: entry[:2])[2].running[-1]
+        victim = max(above, key=lambda entry: entry[:3])[3].running[-1]
+        return None if victim is grower is self._running[0] else victim

@@ -102,7 +102,7 @@ class Seating:
                 return None
             idle = [other for other in self.running if other.paused]
             victim = idle[-1] if idle else self.relief.page_victim(sequence)
-            if victim is self.running[0] and not idle:
+            if victim is None:
                 return None
             self.preempt(victim)
             if victim is sequence:
