@@ -22,6 +22,11 @@ INTEGER_MODULES = (
     "dataplane.engine.draft",
     "dataplane.engine.decoders",
     "dataplane.engine.commits",
+    "dataplane.engine.plan",
+    "dataplane.engine.line",
+    "dataplane.engine.pace",
+    "dataplane.engine.limits",
+    "dataplane.engine.queue_times",
     "dataplane.engine.seating",
     "dataplane.engine.leases",
     "dataplane.engine.kv_cache",
@@ -32,6 +37,11 @@ INTEGER_MODULES = (
     "dataplane.engine.admission",
     "dataplane.engine.intake",
     "dataplane.lora.residency",
+    "dataplane.lora.holdings",
+    "dataplane.lora.entries",
+    "dataplane.lora.eviction",
+    "dataplane.lora.shares",
+    "dataplane.lora.units",
 )
 
 WATCH = """

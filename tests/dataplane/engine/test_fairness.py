@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -278,6 +279,20 @@ def test_who_holds_no_more_than_its_share_is_not_disturbed() -> None:
     assert len(loop.finished) == 7
 
 
+def test_more_than_one_request_is_not_more_than_a_share() -> None:
+    scheduler = make(num_pages=64, max_sequences=4)
+    loop = Loop(scheduler)
+    for tenant, count in {"a": 2, "b": 1, "c": 1}.items():
+        flood(scheduler, tenant, count, max_tokens=24, weight=10 if tenant == "a" else 1)
+        loop.turn()
+    flood(scheduler, "d", 1)
+    for _ in range(12):
+        loop.turn()
+        assert [item.submit.tenant for item in scheduler._seating.running] == ["a", "a", "b", "c"], "a may have three"
+    loop.run()
+    assert len(loop.finished) == 5
+
+
 def test_seats_are_shared_only_while_others_want_them() -> None:
     scheduler = make(num_pages=64, max_sequences=4)
     loop = Loop(scheduler)
@@ -313,6 +328,20 @@ def test_one_unfinished_prompt_a_tenant_while_others_wait() -> None:
             assert len(account.unfinished) <= 1
     loop.run()
     assert_idle(scheduler)
+
+
+def test_a_prompt_that_may_not_use_a_whole_step_lets_others_in_and_none_of_its_own_tenant() -> None:
+    scheduler = make(num_pages=300, max_sequences=8, max_step_tokens=256, max_context=200)
+    scored = submit("scored", 130, tenant="x")
+    scheduler.add(replace(scored, sampling=replace(scored.sampling, prompt_logprobs=0)), 0.0)
+    flood(scheduler, "x", 2, prompt=100)
+    flood(scheduler, "y", 3, prompt=100)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.num_tokens == 256, "64 rows of the scored prompt, and two prompts of the other tenant"
+    assert [(item.request_id[0], item.is_unfinished) for item in scheduler._seating.running] == [
+        ("s", True), ("y", False), ("y", True),
+    ]  # fmt: skip
 
 
 def test_a_long_prompt_does_not_hold_up_another_tenants_short_one() -> None:

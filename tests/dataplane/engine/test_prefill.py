@@ -78,6 +78,17 @@ def test_a_flooding_tenant_leaves_the_others_their_share() -> None:
     assert max(done.index(f"small{i}") for i in range(5)) < 14
 
 
+def test_a_tenant_whose_many_requests_are_passed_over_hides_nobody_else() -> None:
+    adapters = FakeAdapters()
+    adapters.starved.update(f"v{i}r3" for i in range(9))
+    scheduler = make(adapters=adapters, max_scan=3)
+    for i in range(9):
+        scheduler.add(submit(f"cold{i}", version=f"v{i}r3", tenant="x"), 0.0)
+    scheduler.add(submit("base", tenant="y"), 0.0)
+    scheduler.schedule()
+    assert [sequence.request_id for sequence in scheduler._seating.running] == ["base"]
+
+
 def test_pages_for_a_whole_prompt_are_reserved_before_its_first_chunk() -> None:
     scheduler = make(num_pages=16, max_step_tokens=8, max_context=64)
     loop = Loop(scheduler)
