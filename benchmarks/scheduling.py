@@ -29,7 +29,7 @@ from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Event, Sampling, State, Submit, Tokens
 from dataplane.engine.scheduler import Scheduler
-from dataplane.lora.residency import Lease
+from dataplane.lora.holdings import Lease
 from demo.prepare import prepare
 
 SEED = 20_26

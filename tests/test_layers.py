@@ -42,6 +42,7 @@ INTEGER_MODULES = (
     "dataplane.lora.eviction",
     "dataplane.lora.shares",
     "dataplane.lora.units",
+    "dataplane.lora.wants",
 )
 
 WATCH = """

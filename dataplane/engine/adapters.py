@@ -12,9 +12,9 @@ from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Fail, Moved, Wanted
 from dataplane.lora.arena import Arena
 from dataplane.lora.eviction import Recency
-from dataplane.lora.holdings import LoadPlan
+from dataplane.lora.holdings import Lease, LoadPlan
 from dataplane.lora.image import CorruptImageError, Image, open_image
-from dataplane.lora.residency import Lease, Residency
+from dataplane.lora.residency import Residency
 from veneer.errors import InvalidArgumentError, VeneerError, Violation
 
 

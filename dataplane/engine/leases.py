@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from dataplane.engine.sequence import Sequence
-from dataplane.lora.residency import Lease
+from dataplane.lora.holdings import Lease
 from kernels.rows import aligned_rank
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dataplane.engine.messages import Logprobs, Submit
 from dataplane.engine.plan import TokenMask
 from dataplane.engine.prefix import PageKeys
-from dataplane.lora.residency import Lease
+from dataplane.lora.holdings import Lease
 
 if TYPE_CHECKING:
     from dataplane.engine.fairness import Account

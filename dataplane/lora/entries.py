@@ -1,4 +1,4 @@
-"""What a residency knows of a version, and of a load that is waited for. Integers only."""
+"""What a residency knows of a version. Integers only."""
 
 from __future__ import annotations
 
@@ -52,16 +52,3 @@ class Entry:
     def num_units(self) -> int:
         """Units that its copy takes."""
         return sum(extent.num_units for extent in self.extents)
-
-
-@dataclass(slots=True)
-class Want:
-    """A load that is waited for. Owned by a `Residency`.
-
-    Attributes:
-        tenant: Who asked first.
-        passed_over: Loads that went first although this one was asked for before them.
-    """
-
-    tenant: str
-    passed_over: int = 0

@@ -1,4 +1,4 @@
-"""What a residency tells: loads to carry out, what is where, what happened."""
+"""What a residency tells: leases, loads to carry out, what is where, what happened."""
 
 from __future__ import annotations
 
@@ -33,6 +33,25 @@ class LoadPlan:
     slot: int
     extents: tuple[Extent, ...]
     evicted: tuple[Evicted, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to use one version's device copy, for one sequence from its first step to its last.
+
+    Attributes:
+        lease_id: Number of this lease.
+        version: The version.
+        slot: Its slot in the descriptor table, valid until `release`.
+        rank: Its largest rank.
+        epoch: Number of the load that put it there; no two loads share one, so it may be part of a cache key.
+    """
+
+    lease_id: int
+    version: str
+    slot: int
+    rank: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)

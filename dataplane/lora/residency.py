@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from dataplane.lora.entries import Entry, Want
+from dataplane.lora.entries import Entry
 from dataplane.lora.eviction import Policy, Usage, Victims
-from dataplane.lora.holdings import Counters, Evicted, Holding, LoadPlan
+from dataplane.lora.holdings import Counters, Evicted, Holding, Lease, LoadPlan
 from dataplane.lora.shares import Shares
 from dataplane.lora.units import Units
+from dataplane.lora.wants import Want, Wants
 from veneer.errors import ResourceExhaustedError
 
 _HALF_LIFE_PER_SLOT = 64
@@ -23,25 +23,6 @@ class DoesNotFitError(ResourceExhaustedError):
     """A version's image is larger than the whole arena."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right to use one version's device copy, for one sequence from its first step to its last.
-
-    Attributes:
-        lease_id: Number of this lease.
-        version: The version.
-        slot: Its slot in the descriptor table, valid until `release`.
-        rank: Its largest rank.
-        epoch: Number of the load that put it there; no two loads share one, so it may be part of a cache key.
-    """
-
-    lease_id: int
-    version: str
-    slot: int
-    rank: int
-    epoch: int
-
-
 class Residency:
     """States of all versions: absent → host → loading → device → host → absent.
 
@@ -51,8 +32,7 @@ class Residency:
     its share, one above has no quantum.
     But what was loaded because it was due stays for its first lease, or it would be due again, and loaded in vain, for ever.
 
-    The tenant that holds least for its weight is loaded first. So one wanted version may go before another that was wanted
-    earlier, `max_passed_over` times at most; then the earlier one has the next room, whatever its quantum, and all others wait.
+    Which wanted version is loaded next is said by `Wants`; one that is due has the next room, whatever the quantum of others.
 
     Any thread may call any method: scheduler and prefetcher meet here.
 
@@ -79,10 +59,9 @@ class Residency:
         self._units = Units(num_units, unit_bytes=unit_bytes)
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._entries: dict[str, Entry] = {}
-        self._wants: dict[str, Want] = {}
         self._shares = Shares(num_units, num_slots=max_slots)
+        self._wants = Wants(self._shares, max_passed_over=max_passed_over)
         self._victims = Victims(policy or Usage(half_life=_HALF_LIFE_PER_SLOT * max_slots))
-        self._max_passed_over = max_passed_over
         self._quantum_tokens = quantum_tokens
         self._clock = 0
         self._epoch = 0
@@ -183,15 +162,14 @@ class Residency:
     def withdraw(self, version: str) -> None:
         """Notes that no request waits for a version any more: it is neither loaded nor kept for a lease to come."""
         with self._lock:
-            self._unwant(version)
+            self._wants.drop(version)
             if entry := self._entries.get(version):
                 entry.awaited = False
 
     def reserve(self, version: str) -> None:
         """Lets a wanted version have the next room: nothing else is loaded before it."""
         with self._lock:
-            if want := self._wants.get(version):
-                want.passed_over = max(want.passed_over, self._max_passed_over)
+            self._wants.reserve(version)
 
     def evict(self, version: str) -> bool:
         """Frees a version's device copy as soon as no lease is held, and gives out no more; it may be loaded again.
@@ -235,21 +213,16 @@ class Residency:
         Its state becomes `loading`; the caller ends that by `commit` or `fail`. Nothing is evicted unless the load fits then.
         """
         with self._lock:
-            waiting = [version for version in self._wants if self._is_loadable(version)]
-            due = [version for version in waiting if self._is_due(version)]
-            order = due[:1] or sorted(waiting, key=lambda version: self._shares.load(self._wants[version].tenant))
             no_room: set[tuple[str, tuple[int, ...]]] = set()  # hundreds may wait, and most are alike
-            for version in order:
+            for version in self._wants.in_turn(self._is_loadable):
                 entry, want = self._entries[version], self._wants[version]
                 if (want.tenant, entry.blocks) in no_room:
                     continue
                 plan = self._plan(entry, want)
-                if plan is None:
-                    no_room.add((want.tenant, entry.blocks))
-                else:
-                    for earlier in waiting[: waiting.index(version)]:
-                        self._wants[earlier].passed_over += 1
+                if plan is not None:
+                    self._wants.pass_over(version, self._is_loadable)
                     return plan
+                no_room.add((want.tenant, entry.blocks))
             return None
 
     def commit(self, plan: LoadPlan) -> int | None:
@@ -263,7 +236,7 @@ class Residency:
             self._epoch += 1
             self._loads += 1
             entry.place, entry.epoch, entry.served = "device", self._epoch, 0
-            entry.awaited = self._unwant(plan.version)
+            entry.awaited = self._wants.drop(plan.version)
             self._offer(entry)
             self._touch(entry)
             return None if self._settle(entry) else entry.epoch
@@ -280,11 +253,10 @@ class Residency:
             entry = self._loading(plan)
             self._failures += 1
             self._free(entry)
-            want = self._wants.get(plan.version)
-            if want is not None and retry:
-                self._wants[plan.version] = self._wants.pop(plan.version)
+            if plan.version in self._wants and retry:
+                self._wants.put_last(plan.version)
             else:
-                self._unwant(plan.version)
+                self._wants.drop(plan.version)
             entry.in_host = entry.in_host and retry
             self._settle(entry)
 
@@ -315,7 +287,7 @@ class Residency:
         extents = units.take(entry.blocks) if self._free_slots else None
         victims: list[Entry] = []
         if extents is None:
-            idle = self._idle_copies(want, needed)
+            idle = self._idle_copies(want, needed, is_due=self._wants.is_due(entry.version))
             if units.free + sum(copy.num_units for copy in idle) < needed:
                 return None
             for victim in self._shares.in_order(idle, loader=want.tenant, more=needed):
@@ -333,13 +305,12 @@ class Residency:
             self._forget_if_gone(victim)
         self._units = units
         entry.slot, entry.extents, entry.place = self._free_slots.pop(), extents, "loading"
-        entry.tenant, entry.owed = want.tenant, self._is_due(entry.version)
+        entry.tenant, entry.owed = want.tenant, self._wants.is_due(entry.version)
         self._shares.charge(entry.tenant, entry.num_units)
         return LoadPlan(entry.version, entry.slot, extents, evicted)
 
-    def _idle_copies(self, want: Want, needed: int) -> list[Entry]:
+    def _idle_copies(self, want: Want, needed: int, *, is_due: bool) -> list[Entry]:
         """Returns the copies that may make room for a wanted version, in the order in which they go."""
-        is_due = want.passed_over >= self._max_passed_over
         idle = [
             copy
             for copy in map(self._entries.__getitem__, self._victims.in_order())
@@ -358,18 +329,8 @@ class Residency:
         entry = self._entries.get(version)
         if entry is not None and entry.place == "device" and not entry.dropped and not entry.leaving:
             return entry
-        if version not in self._wants:
-            self._wants[version] = Want(tenant)
-            self._shares.claim(tenant, weight=weight)
-            self._misses += 1
+        self._misses += self._wants.add(version, tenant, weight=weight)
         return None
-
-    def _unwant(self, version: str) -> bool:
-        want = self._wants.pop(version, None)
-        if want is None:
-            return False
-        self._shares.disclaim(want.tenant)
-        return True
 
     def _charge(self, entry: Entry, tenant: str) -> None:
         """Makes a tenant pay for a copy."""
@@ -381,9 +342,6 @@ class Residency:
     def _is_loadable(self, version: str) -> bool:
         entry = self._entries.get(version)
         return entry is not None and entry.in_host and entry.place == "host" and not entry.dropped
-
-    def _is_due(self, version: str) -> bool:
-        return self._wants[version].passed_over >= self._max_passed_over
 
     def _is_missing(self, version: str) -> bool:
         entry = self._entries[version]

@@ -13,8 +13,8 @@ from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Sampling, Submit
 from dataplane.engine.plan import Outcome, Picks, Plan, PlannedRows
 from dataplane.engine.scheduler import Scheduler
-from dataplane.lora.holdings import LoadPlan
-from dataplane.lora.residency import Lease, Residency
+from dataplane.lora.holdings import Lease, LoadPlan
+from dataplane.lora.residency import Residency
 
 
 class FakeAdapters:

@@ -11,7 +11,7 @@ from dataplane.engine.fairness import Account
 from dataplane.engine.limits import Prices
 from dataplane.engine.messages import Sampling, Submit
 from dataplane.engine.sequence import Sequence
-from dataplane.lora.residency import Lease
+from dataplane.lora.holdings import Lease
 from tests.dataplane.engine.driving import limits
 
 PAGE = 4

@@ -1,0 +1,91 @@
+"""Loads that are waited for, and which of them is next. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from dataplane.lora.shares import Shares
+
+
+@dataclass(slots=True)
+class Want:
+    """A load that is waited for. Owned by `Wants`.
+
+    Attributes:
+        tenant: Who asked first.
+        passed_over: Loads that went first although this one was asked for before them.
+    """
+
+    tenant: str
+    passed_over: int = 0
+
+
+class Wants:
+    """The versions that are waited for, first asked for first. Owned by one `Residency`, and called under its lock.
+
+    The tenant that holds least for its weight is loaded first. So one version may go before another that was asked for earlier,
+    `max_passed_over` times at most; then the earlier one is due, and all others wait.
+
+    Args:
+        shares: Where a tenant that waits for a load claims its share.
+        max_passed_over: How often others may go first.
+    """
+
+    def __init__(self, shares: Shares, *, max_passed_over: int) -> None:
+        self._shares = shares
+        self._max_passed_over = max_passed_over
+        self._wants: dict[str, Want] = {}
+
+    def __contains__(self, version: str) -> bool:
+        return version in self._wants
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wants)
+
+    def __getitem__(self, version: str) -> Want:
+        return self._wants[version]
+
+    def add(self, version: str, tenant: str, *, weight: int) -> bool:
+        """Notes that a tenant waits for a version; returns whether nobody did before."""
+        if version in self._wants:
+            return False
+        self._wants[version] = Want(tenant)
+        self._shares.claim(tenant, weight=weight)
+        return True
+
+    def drop(self, version: str) -> bool:
+        """Notes that nobody waits for a version any more; returns whether somebody did."""
+        want = self._wants.pop(version, None)
+        if want is None:
+            return False
+        self._shares.disclaim(want.tenant)
+        return True
+
+    def put_last(self, version: str) -> None:
+        """Puts a version behind all others."""
+        self._wants[version] = self._wants.pop(version)
+
+    def reserve(self, version: str) -> None:
+        """Makes a version that is waited for due."""
+        if want := self._wants.get(version):
+            want.passed_over = max(want.passed_over, self._max_passed_over)
+
+    def is_due(self, version: str) -> bool:
+        """Whether nothing may be loaded before a version."""
+        return self._wants[version].passed_over >= self._max_passed_over
+
+    def in_turn(self, is_loadable: Callable[[str], bool]) -> list[str]:
+        """Returns the versions that may be loaded now, in the order in which room is sought for them: one, where one is due."""
+        waiting = list(filter(is_loadable, self._wants))
+        due = next(filter(self.is_due, waiting), None)
+        if due is not None:
+            return [due]
+        return sorted(waiting, key=lambda version: self._shares.load(self._wants[version].tenant))
+
+    def pass_over(self, version: str, is_loadable: Callable[[str], bool]) -> None:
+        """Notes that a version goes before those that were asked for earlier and could be loaded too."""
+        for earlier, want in self._wants.items():
+            if earlier == version:
+                return
+            want.passed_over += is_loadable(earlier)

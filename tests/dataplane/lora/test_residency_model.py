@@ -1,0 +1,160 @@
+"""A residency against a model that is so simple that it must be right."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from tests.dataplane.lora.loading import make, places, stage
+
+VERSIONS = st.sampled_from([f"v{number}" for number in range(6)])
+
+
+class AgainstAModel(RuleBasedStateMachine):
+    """Leased versions stay, units are conserved, no slot or unit is shared, no epoch comes twice."""
+
+    leases = Bundle("leases")
+    plans = Bundle("plans")
+
+    def __init__(self):
+        super().__init__()
+        self.residency = make(max_slots=3, num_units=6)
+        self.size = {f"v{number}": 1 + number % 4 for number in range(6)}
+        self.held: dict[int, object] = {}
+        self.device: dict[str, object] = {}
+        self.loading: dict[str, object] = {}
+        self.staged: set[str] = set()
+        self.wants: set[str] = set()
+        self.epochs: list[int] = []
+
+    @rule(version=VERSIONS)
+    def stage(self, version):
+        stage(self.residency, version, self.size[version])
+        self.staged.add(version)
+
+    @rule(version=VERSIONS, drop=st.booleans())
+    def unstage(self, version, drop):
+        if self.residency.unstage(version, drop_device=drop):
+            assert not self.leased(version)
+            del self.device[version]
+        self.staged.discard(version)
+
+    @rule(target=leases, version=VERSIONS, tenant=st.sampled_from("xy"))
+    def acquire(self, version, tenant):
+        lease = self.residency.acquire(version, tenant, weight=1 + (tenant == "y"))
+        if lease is None:
+            self.wants.add(version)
+            return multiple()
+        plan, epoch = self.device[version]
+        assert (lease.slot, lease.epoch, lease.version) == (plan.slot, epoch, version)
+        self.held[lease.lease_id] = lease
+        return lease
+
+    @rule(version=VERSIONS)
+    def reserve(self, version):
+        self.residency.reserve(version)
+
+    @rule(lease=consumes(leases), served=st.sampled_from([0, 300]))
+    def release(self, lease, served):
+        del self.held[lease.lease_id]
+        if self.residency.release(lease, served=served):
+            assert not self.leased(lease.version)
+            del self.device[lease.version]
+
+    @rule(version=VERSIONS)
+    def withdraw(self, version):
+        self.residency.withdraw(version)
+        self.wants.discard(version)
+
+    @rule(target=plans)
+    def next_load(self):
+        plan = self.residency.next_load()
+        if plan is None:
+            return multiple()
+        assert plan.version in self.wants & self.staged
+        assert plan.version not in self.device
+        for evicted in plan.evicted:
+            assert not self.leased(evicted.version)
+            assert self.device.pop(evicted.version)[0].slot == evicted.slot
+        self.loading[plan.version] = plan
+        return plan
+
+    @rule(plan=consumes(plans))
+    def commit(self, plan):
+        del self.loading[plan.version]
+        self.wants.discard(plan.version)
+        epoch = self.residency.commit(plan)
+        if epoch is not None:
+            assert epoch not in self.epochs
+            self.epochs.append(epoch)
+            self.device[plan.version] = (plan, epoch)
+
+    @rule(plan=consumes(plans), retry=st.booleans())
+    def fail(self, plan, retry):
+        del self.loading[plan.version]
+        self.residency.fail(plan, retry=retry)
+        if not retry:
+            self.staged.discard(plan.version)
+            self.wants.discard(plan.version)
+
+    @precondition(lambda self: not self.held and not self.loading)
+    @rule(version=VERSIONS)
+    def an_idle_device_takes_any_version(self, version):
+        for other in self.size:
+            self.residency.withdraw(other)
+            self.wants.discard(other)
+        if version in self.device:
+            return
+        self.stage(version)
+        assert self.residency.acquire(version) is None
+        self.wants.add(version)
+        self.commit(self.next_load_of(version))
+
+    def next_load_of(self, version):
+        plan = self.residency.next_load()
+        assert plan is not None
+        assert plan.version == version
+        for evicted in plan.evicted:
+            del self.device[evicted.version]
+        self.loading[version] = plan
+        return plan
+
+    def leased(self, version):
+        return any(lease.version == version for lease in self.held.values())
+
+    @invariant()
+    def leased_versions_are_on_the_device(self):
+        for lease in self.held.values():
+            plan, epoch = self.device[lease.version]
+            assert (plan.slot, epoch) == (lease.slot, lease.epoch)
+
+    @invariant()
+    def slots_and_units_are_conserved_and_never_shared(self):
+        plans = [plan for plan, _ in self.device.values()] + list(self.loading.values())
+        slots = [plan.slot for plan in plans]
+        assert len(slots) == len(set(slots))
+        units = [
+            unit
+            for plan in plans
+            for extent in plan.extents
+            for unit in range(extent.first_unit, extent.first_unit + extent.num_units)
+        ]
+        assert len(units) == len(set(units)) == self.residency.units_used
+        shares = self.residency._shares
+        sizes = [max(3 * sum(extent.num_units for extent in plan.extents), 6) for plan in plans]
+        assert sum(shares._held.values()) == sum(sizes), "every copy is charged to somebody"
+        assert sum(shares._claims.values()) == len(self.held) + len(self.wants)
+        assert set(units) <= set(range(6))
+        assert set(slots) <= set(range(3))
+
+    @invariant()
+    def holdings_and_wants_agree_with_the_model(self):
+        expected = dict.fromkeys(self.staged, "host")
+        expected |= dict.fromkeys(self.device, "device") | dict.fromkeys(self.loading, "loading")
+        assert places(self.residency) == expected
+        assert set(self.residency.wanted()) == self.wants
+        leases = {holding.version: holding.leases for holding in self.residency.holdings()}
+        assert sum(leases.values()) == len(self.held)
+
+
+TestAgainstAModel = AgainstAModel.TestCase

@@ -1,0 +1,99 @@
+"""A generator with everything around it scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from dataplane.binding import Served
+from dataplane.frontend.prompts import Prompts, TokenPrompt
+from dataplane.generation import GenerationRequest, Generator, Part, StreamLimits
+from dataplane.metrics import Metrics
+from dataplane.prefetcher import Claim
+from dataplane.resolution import Answer, Target
+from dataplane.resolve_cache import Key, ResolveCache
+from tests.dataplane.doubles import BASE, VERSION, ScriptedEngine, answer, delta, resolution
+from veneer.errors import VeneerError
+
+REQUEST = GenerationRequest(key_digest=b"k" * 32, target=Target("bot"), prompt=TokenPrompt((5, 6)), request_id="mine")
+
+
+class Loader:
+    """A prefetcher whose loads end when the test says."""
+
+    def __init__(self) -> None:
+        self.claims: list[Claim] = []
+        self.held = 0
+        self.ready = True
+
+    def ensure(self, version: str) -> Claim:
+        self.held += 1
+        claim = Claim(self._let_go)
+        self.claims.append(claim)
+        if self.ready:
+            claim.loaded.set_result(None)
+        return claim
+
+    def _let_go(self) -> None:
+        self.held -= 1
+
+
+class Stage:
+    """A generator over a scripted engine, a scripted control plane and a scripted loader."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.says: Answer | VeneerError = answer(resolution(1))
+        self.engine = ScriptedEngine((delta(70), delta(71, 72, index=1, finish="length")))
+        self.loader = Loader()
+        self.prompts = Prompts(model_dir, max_context=64, vocab_size=500)
+        self.limits = StreamLimits(max_streams=3, max_streams_per_tenant=2, fallback_after_s=30)
+        self.registry = CollectorRegistry()
+        self.metrics = Metrics(self.registry, base_name="tiny")
+        self.generator = self.build()
+
+    def counter(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, labels)
+
+    def build(self) -> Generator:
+        return Generator(
+            resolver=ResolveCache(self._ask, soft_age_s=0),
+            prompts=self.prompts,
+            loader=self.loader,
+            engine=self.engine,
+            metrics=self.metrics,
+            base_digest=BASE,
+            limits=self.limits,
+        )
+
+    async def _ask(self, key: Key) -> Answer:
+        if isinstance(self.says, VeneerError):
+            raise self.says
+        return self.says
+
+    async def run(self, request: GenerationRequest = REQUEST) -> list[Part]:
+        async with aclosing(self.generator.run(request)) as parts:
+            return [part async for part in parts]
+
+    async def served(self, request: GenerationRequest = REQUEST) -> Served:
+        served = (await self.run(request))[0].served
+        assert served is not None
+        return served
+
+    def holds_nothing(self) -> bool:
+        return self.loader.held == 0 and self.generator.num_streams == 0 and len(asyncio.all_tasks()) == 1
+
+
+def hang_in_engine(stage: Stage) -> None:
+    stage.engine.gates[VERSION] = asyncio.Event()
+
+
+def hang_in_load(stage: Stage) -> None:
+    stage.loader.ready = False
+    hang_in_engine(stage)
+
+
+def hang_after_first_token(stage: Stage) -> None:
+    stage.engine.script = (delta(70),)
