@@ -43,7 +43,7 @@ def image_pairs(artifact: Artifact, weights: Path, *, base: BaseDescription, bas
         name = base.modules[pair.slice].path.format(layer=pair.layer)
         magnitude, added = vectors.magnitudes.get(place), vectors.lora_biases.get(place)
         new = biases.pop(place, None)
-        gain = None if magnitude is None else magnitude / _norms(base_weights, f"{name}.weight", pair.scaling, a, b)
+        gain = None if magnitude is None else _gain(magnitude, _norms(base_weights, f"{name}.weight", pair.scaling, a, b))
         needs_old = gain is not None or new is not None
         shift = fold(
             gain=gain,
@@ -79,6 +79,11 @@ def fold(*, gain: Vector | None, scaled: Vector | None, old: Vector | None, new:
         if new is None:
             terms.append(old)
     return sum(terms[1:], start=terms[0].astype(np.float32)) if terms else None
+
+
+def _gain(magnitude: Vector, norms: Vector) -> Vector:
+    """Returns magnitude / norms; 0 where a row of W + s B A is zero, which gives 0 whatever its magnitude (PEFT: NaN)."""
+    return np.divide(magnitude, norms, out=np.zeros_like(norms), where=norms > 0)
 
 
 def _norms(weights: BaseWeights, name: str, scaling: float, a: Vector, b: Vector) -> Vector:

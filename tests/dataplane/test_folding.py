@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dataplane import folding
 from dataplane.folding import fold, image_pairs
 from dataplane.lora.image import build_image
-from tests.fixtures.adapters import AdapterFiles, make_adapter_folder
+from tests.fixtures.adapters import AdapterFiles, Tensors, encode, make_adapter_folder
 from veneer.artifact import BaseDescription, BaseWeights, check
 
 
@@ -29,6 +30,23 @@ def test_the_fold_is_what_the_formula_says(present: tuple[bool, ...]) -> None:
     np.testing.assert_allclose(got, wanted, atol=1e-5)
     assert (shift is None) == (scaled is None and new is None and (old is None or gain is None))
     assert shift is None or shift.dtype == np.float32
+
+
+def test_rows_of_zeros_have_no_gain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_base: BaseDescription) -> None:
+    def magnitudes(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "lora_A" in name]:
+            tensors[name.replace("lora_A.weight", "lora_magnitude_vector")] = ("F32", (16,), encode(np.full(16, 3.0), "F32"))
+
+    norms = np.where(np.arange(16) % 2, 2.0, 0.0).astype(np.float32)
+    monkeypatch.setattr(folding, "_norms", lambda *arguments: norms)
+    monkeypatch.setattr(BaseWeights, "vector", lambda self, name: None)
+    files = AdapterFiles.of(
+        make_adapter_folder(tmp_path, tiny_base, modules=["q_proj"], edit=magnitudes, config={"use_dora": True})
+    )
+    artifact = check(files.config, files.weights, tiny_base)
+    for pair in image_pairs(artifact, files.weights, base=tiny_base, base_weights=BaseWeights(tmp_path)):
+        assert pair.gain is not None
+        assert pair.gain.tolist() == [0.0, 1.5] * 8
 
 
 def test_a_plain_adapter_reads_nothing_of_the_base(tmp_path: Path, tiny_base: BaseDescription) -> None:

@@ -21,6 +21,7 @@ from veneer.artifact import BaseDescription, describe_base
 
 pytestmark = [
     pytest.mark.oracle,
+    pytest.mark.timeout(300),  # PEFT writes an adapter of every format first
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
     pytest.mark.filterwarnings("ignore::FutureWarning:peft"),
     pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
