@@ -24,11 +24,12 @@ SHORT = Scale(catalogue=300, room=10, streams=16, waiting=32, requests=100, roun
 
 def sections(scale: Scale) -> dict[str, Callable[[], list[Row]]]:
     """Returns what there is to measure, by name."""
-    images = ImageFolder(default_folder().with_name("bench-adapters"), prepare())
+    folder, model = default_folder().with_name("bench-adapters"), prepare()
+    images = ImageFolder(folder, model)
     count, seconds = (20_000, 10.0) if scale is FULL else (4000, 4.0)
     return {
         "hits": lambda: measure_replay(catalogue=scale.catalogue, room=scale.room, count=count),
-        "copy": lambda: measure_copy(images, count=8),
+        "copy": lambda: measure_copy(ImageFolder(folder, model, rank=16), count=8),
         "load": lambda: asyncio.run(measure_load(images, room=scale.room, seconds=seconds, rounds=scale.rounds)),
         "zipf": lambda: asyncio.run(measure_zipf(images, scale)),
         "uniform": lambda: asyncio.run(measure_uniform(images, scale)),

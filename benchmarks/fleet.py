@@ -25,7 +25,6 @@ from dataplane.engine.messages import Event, Moved, Sampling, State, Submit, Tok
 from dataplane.lora.image import write_image
 from veneer.artifact import describe_base
 
-RANK = 8
 UNIT_BYTES = 64 << 10
 PROMPT_TOKENS = 32
 _DTYPE = "bfloat16"
@@ -37,10 +36,12 @@ class ImageFolder:
     Args:
         folder: Where they are kept.
         model: Hugging Face folder of the base.
+        rank: Their rank.
     """
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, *, rank: int = 8) -> None:
         self.model = model
+        self._rank = rank
         self._folder = folder
         self._base = describe_base(model)
         self.vocab_size = self._base.vocab_size
@@ -48,18 +49,20 @@ class ImageFolder:
 
     def path(self, number: int) -> Path:
         """Returns where an adapter's image lies."""
-        key = AdapterKey(number, RANK, "all" if number % 10 < 3 else "qv")
         path = self._folder / f"{self.version(number)}.image"
         if not path.exists():
             with tempfile.TemporaryDirectory(prefix="veneer-bench-") as folder:
+                key = self._key(number)
                 write_adapter(Path(folder), self._base, key)
                 write_image(path, Images(Setup(str(self.model), folder), dtype=_DTYPE).image(key))
         return path
 
     def version(self, number: int) -> str:
         """Returns the version that an adapter's image carries."""
-        key = AdapterKey(number, RANK, "all" if number % 10 < 3 else "qv")
-        return hashlib.sha256(key.name.encode()).hexdigest()
+        return hashlib.sha256(self._key(number).name.encode()).hexdigest()
+
+    def _key(self, number: int) -> AdapterKey:
+        return AdapterKey(number, self._rank, "all" if number % 10 < 3 else "qv")
 
 
 @dataclass(slots=True)

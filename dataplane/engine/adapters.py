@@ -13,15 +13,18 @@ from dataplane.engine.messages import Fail, Moved, Wanted
 from dataplane.lora.arena import Arena
 from dataplane.lora.eviction import Recency
 from dataplane.lora.holdings import Lease, LoadPlan
-from dataplane.lora.image import CorruptImageError, Image, open_image
+from dataplane.lora.host_image import HostImage
+from dataplane.lora.image import CorruptImageError, Image
 from dataplane.lora.residency import Residency
+from kernels.descriptors import Blocks
 from veneer.errors import InvalidArgumentError, VeneerError, Violation
 
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
     plan: LoadPlan
-    image: Image
+    blocks: Blocks
+    num_bytes: int
     seconds: float
 
 
@@ -32,8 +35,8 @@ Note = Moved | Wanted | Fail
 class DeviceAdapters:
     """Residency, arena and the thread that copies between host memory and arena.
 
-    The step loop calls everything but `_run`. The copying thread opens and checks images and copies bytes into units that no step
-    reads; the step loop itself makes a copied image visible (`settle`), in a slot that no step reads either.
+    The step loop calls everything but `_run`. The copying thread opens and checks images, once, and copies bytes into units that
+    no step reads; the step loop itself makes a copied image visible (`settle`), in a slot that no step reads either.
 
     Args:
         config: Settings.
@@ -52,7 +55,7 @@ class DeviceAdapters:
             quantum_tokens=config.quantum_tokens,
             policy=Recency() if config.eviction == "lru" else None,
         )
-        self._paths: dict[str, Path] = {}
+        self._images: dict[str, HostImage] = {}
         self._asked: set[str] = set()
         self._wanted: frozenset[str] = frozenset()
         self._staged: dict[str, int] = {}
@@ -84,7 +87,7 @@ class DeviceAdapters:
         """See `Residency.release`. What waits for room is tried again."""
         if self.residency.release(lease, served=served):
             self._arena.clear(lease.slot)
-            if lease.version in self._paths:
+            if lease.version in self._images:
                 self._done.put(Moved(lease.version, "host"))
         if self._wanted:
             self.poke()
@@ -122,7 +125,7 @@ class DeviceAdapters:
 
     def is_starved(self, version: str) -> bool:
         """Whether the version's image is in host memory and the last attempt to load found no room."""
-        return self._blocked and version in self._paths
+        return self._blocked and version in self._images
 
     def stage(self, version: str, path: str) -> None:
         """Hears that a version's image lies at a path; it is opened beside the step loop."""
@@ -135,13 +138,13 @@ class DeviceAdapters:
         """Hears that a version's image is gone from host memory."""
         with self._lock:
             self._staged.pop(version, None)
-            self._paths.pop(version, None)
+            self._images.pop(version, None)
             self.residency.unstage(version, drop_device=drop_device)
         self._asked.discard(version)
 
     def is_in_host(self, version: str) -> bool:
         """Whether an image of the version is known in host memory."""
-        return version in self._paths
+        return version in self._images
 
     def was_staged(self, version: str) -> bool:
         """Whether an image of the version was said to be in host memory, opened already or not."""
@@ -168,12 +171,12 @@ class DeviceAdapters:
                 self._publish(done, notes)
             else:
                 if isinstance(done, Fail) or (isinstance(done, Moved) and done.place == "corrupt"):
-                    self._paths.pop(done.version, None)
+                    self._images.pop(done.version, None)
                     self._asked.discard(done.version)
                 notes.append(done)
         missing = self.residency.missing()
         for version in missing:
-            if version not in self._asked and version not in self._paths:
+            if version not in self._asked and version not in self._images:
                 self._asked.add(version)
                 notes.append(Wanted(version))
         self._wanted = frozenset(self.residency.wanted())
@@ -190,13 +193,14 @@ class DeviceAdapters:
     def _publish(self, done: _Copied, notes: list[Note]) -> None:
         plan = done.plan
         for evicted in plan.evicted:
+            notes.append(Moved(evicted.version, "host"))
             if evicted.slot != plan.slot:
                 self._arena.clear(evicted.slot)
-        self._arena.publish(plan.slot, done.image, plan.extents)
+        self._arena.publish(plan.slot, done.blocks)
         if self.residency.commit(plan) is None:
             self._arena.clear(plan.slot)
         else:
-            self._arrived[plan.version] = sum(done.image.block_bytes)
+            self._arrived[plan.version] = done.num_bytes
             notes.append(Moved(plan.version, "device", done.seconds))
 
     def _run(self) -> None:
@@ -219,17 +223,16 @@ class DeviceAdapters:
             while not self._stopping and (plan := self.residency.next_load()) is not None:
                 self._blocked = False
                 self._copy(plan)
-            self._blocked = any(version in self._paths for version in self.residency.wanted())
+            self._blocked = any(version in self._images for version in self.residency.wanted())
 
     def _open(self, version: str, path: Path, number: int) -> None:
         try:
-            image = open_image(path, version=version, dtype=self._config.dtype)
-            self._arena.check(image)
-            self._check_rank(image)
+            opened = HostImage(path, version=version, dtype=self._config.dtype, check=self._check)
+            image = opened.image()
             with self._lock:
                 if self._staged.get(version) == number:
                     self.residency.stage(version, rank=image.rank, blocks=image.block_bytes)
-                    self._paths[version] = path
+                    self._images[version] = opened
         except (CorruptImageError, OSError):
             self._report(Moved(version, "corrupt"))
         except VeneerError as error:
@@ -238,27 +241,32 @@ class DeviceAdapters:
             self._opened.put(version)
             self._wake.set()
 
-    def _check_rank(self, image: Image) -> None:
+    def _check(self, image: Image) -> None:
+        self._arena.check(image)
         if image.rank > self._config.max_rank:
             raise InvalidArgumentError.of([Violation("rank", f"must be at most {self._config.max_rank}, is {image.rank}")])
 
     def _copy(self, plan: LoadPlan) -> None:
         started = time.monotonic()
-        for evicted in plan.evicted:
-            self._report(Moved(evicted.version, "host"))
-        path = self._paths.get(plan.version)
-        if path is None:  # taken away meanwhile
-            self.residency.fail(plan, retry=False)
+        opened = self._images.get(plan.version)
+        if opened is None:  # taken away meanwhile
+            self._give_up(plan)
             return
         try:
-            image = open_image(path, version=plan.version, dtype=self._config.dtype)
+            image = opened.image()
             self._arena.copy(image, plan.extents)
-        except (CorruptImageError, OSError):
-            self.residency.fail(plan, retry=False)
+            blocks = self._arena.locate(image, plan.extents)
+        except (VeneerError, OSError):
+            self._give_up(plan)
             self._report(Moved(plan.version, "corrupt"))
             return
-        self._done.put(_Copied(plan, image, time.monotonic() - started))
+        self._done.put(_Copied(plan, blocks, image.num_bytes, time.monotonic() - started))
         self._wake.set()
+
+    def _give_up(self, plan: LoadPlan) -> None:
+        self.residency.fail(plan, retry=False)
+        for evicted in plan.evicted:
+            self._report(Moved(evicted.version, "host"))
 
     def _report(self, note: Note) -> None:
         self._done.put(note)

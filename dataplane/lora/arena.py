@@ -65,13 +65,14 @@ class Arena:
         self._copies = copies
 
     def write(self, slot: int, image: Image, extents: Sequence[Extent]) -> None:
-        """Copies an image and makes it visible: `copy`, then `publish`.
+        """Copies an image and makes it visible: `check`, `copy`, `locate`, `publish`.
 
         Raises:
             CorruptImageError: See `check`.
         """
+        self.check(image)
         self.copy(image, extents)
-        self.publish(slot, image, extents)
+        self.publish(slot, self.locate(image, extents))
 
     def check(self, image: Image) -> None:
         """Checks that an image was made for this model, since a wider block would be read past its end.
@@ -91,12 +92,7 @@ class Arena:
                 )
 
     def copy(self, image: Image, extents: Sequence[Extent]) -> None:
-        """Copies an image's bytes and returns when they are there; on a device beside its steps, which do not wait for it.
-
-        Raises:
-            CorruptImageError: See `check`.
-        """
-        self.check(image)
+        """Copies a checked image's bytes and returns when they are there; on a device beside its steps, which do not wait."""
         for extent in extents:
             blocks = image.blocks[extent.first_block : extent.first_block + extent.num_blocks]
             first = blocks[0].a_offset
@@ -110,26 +106,29 @@ class Arena:
         if self._copies is not None:
             self._copies.finish()
 
-    def publish(self, slot: int, image: Image, extents: Sequence[Extent]) -> None:
-        """Points a slot at an image that was copied to `extents`; nothing of the slot's last adapter is left."""
+    def locate(self, image: Image, extents: Sequence[Extent]) -> Blocks:
+        """Returns where the blocks of an image lie that was copied to `extents`."""
         item = self.tensor.element_size()
         _, *shape = self.descriptors.rank.shape
-        a_offset, b_offset = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        rank, scale = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        gain_offset, shift_offset = np.full(shape, ABSENT, np.int64), np.full(shape, ABSENT, np.int64)
+        moved = np.empty(len(image.blocks), np.int64)
         for extent in extents:
-            blocks = image.blocks[extent.first_block : extent.first_block + extent.num_blocks]
-            moved = extent.first_unit * self._unit_bytes - blocks[0].a_offset
-            for block in blocks:
-                place = (block.layer, block.slice)
-                a_offset[place] = (block.a_offset + moved) // item
-                b_offset[place] = (block.b_offset + moved) // item
-                rank[place] = block.rank
-                scale[place] = block.scale
-                for offsets, offset in ((gain_offset, block.gain_offset), (shift_offset, block.shift_offset)):
-                    if offset != ABSENT:
-                        offsets[place] = (offset + moved) // item
-        self.descriptors.set(slot, Blocks(a_offset, b_offset, rank, scale, gain_offset, shift_offset))
+            first = extent.first_block
+            start = extent.first_unit * self._unit_bytes - image.blocks[first].a_offset
+            moved[first : first + extent.num_blocks] = start
+        layer, part, ranks = image.table.T[:3]
+        rank, scale = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        rank[layer, part] = ranks
+        scale[layer, part] = [block.scale for block in image.blocks]
+        offsets = np.zeros((4, *shape), np.int64)
+        offsets[2:] = ABSENT
+        found = image.table.T[3:]
+        offsets[:, layer, part] = np.where(found == ABSENT, ABSENT, (found + moved) // item)
+        a_offset, b_offset, gain_offset, shift_offset = offsets
+        return Blocks(a_offset, b_offset, rank, scale, gain_offset, shift_offset)
+
+    def publish(self, slot: int, blocks: Blocks) -> None:
+        """Points a slot at an image that was copied and located; nothing of the slot's last adapter is left."""
+        self.descriptors.set(slot, blocks)
 
     def clear(self, slot: int) -> None:
         """Empties a slot: whoever still names it gets the base model's output."""

@@ -18,7 +18,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,7 @@ class Image:
         num_slices: Slices of the model.
         blocks: Where each (layer, slice) lies, in the order of the payload, without gaps.
         payload: uint8, read-only, mapped from the file or in memory.
+        table: int64 [blocks, 7], of each block its layer, slice, rank, and offsets of A, B, gain and shift.
     """
 
     version: str
@@ -105,6 +106,12 @@ class Image:
     num_slices: int
     blocks: tuple[Block, ...]
     payload: npt.NDArray[np.uint8]
+    table: npt.NDArray[np.int64] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Makes the table, once: it is needed at each load."""
+        rows = [(b.layer, b.slice, b.rank, b.a_offset, b.b_offset, b.gain_offset, b.shift_offset) for b in self.blocks]
+        object.__setattr__(self, "table", np.array(rows, dtype=np.int64).reshape(-1, 7))
 
     @property
     def rank(self) -> int:
@@ -246,9 +253,9 @@ def open_image(path: Path, *, version: str | None = None, base_digest: str | Non
         raise CorruptImageError("the image's header is cut or changed")
     payload = np.frombuffer(mapped, dtype=np.uint8)[-(-(_PREFIX.size + length) // _PAGE) * _PAGE :]
     image = _read_header(header, payload)
-    for field, expected in (("version", version), ("base_digest", base_digest), ("dtype", dtype)):
-        if expected is not None and getattr(image, field) != expected:
-            raise CorruptImageError(f"the image's {field} is {getattr(image, field)!r}, expected {expected!r}")
+    for name, expected in (("version", version), ("base_digest", base_digest), ("dtype", dtype)):
+        if expected is not None and getattr(image, name) != expected:
+            raise CorruptImageError(f"the image's {name} is {getattr(image, name)!r}, expected {expected!r}")
     return image
 
 

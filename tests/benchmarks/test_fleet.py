@@ -31,7 +31,7 @@ async def test_a_trace_over_more_adapters_than_there_is_room_for_is_served_to_it
     async with Fleet.started(images, room=2, streams=4, output_tokens=4, **SMALL) as fleet:
         fed = await fleet.feed(trace, outstanding=8, output_tokens=4)
         cold, warm = [await fleet.stream(number, output_tokens=4) for number in (7, 7) if fleet.stage([7]) is None]
-    assert fed.loads > 6
+    assert fed.loads > 2
     assert 0 <= fed.hit_rate < 1
     assert fed.tokens_per_s > 0
     assert all(len(stream.times_s) == 4 for stream in fed.streams)

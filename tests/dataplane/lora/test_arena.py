@@ -122,7 +122,7 @@ def test_nothing_is_visible_before_it_is_published():
     extents = Units(arena.num_units, unit_bytes=512).take(image.block_bytes)
     arena.copy(image, extents)
     assert_holds(arena, 0, [])
-    arena.publish(0, image, extents)
+    arena.publish(0, arena.locate(image, extents))
     assert_holds(arena, 0, pairs)
 
 

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataplane.lora import host_image
+from dataplane.lora.host_image import HostImage
+from dataplane.lora.image import CorruptImageError, Image, ImagePair, build_image, write_image
+
+
+def image_file(folder: Path, value: float = 1.0) -> Path:
+    pair = ImagePair(0, 0, 1.0, np.full((2, 64), value, np.float32), np.full((64, 2), value, np.float32))
+    image = build_image([pair], version="v", base_digest="b", dtype="float32", num_layers=1, num_slices=1)
+    path = folder / "v.image"
+    write_image(path, image)
+    return path
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[Image]:
+    """What was checked; a file is old at once."""
+    monkeypatch.setattr(host_image, "_RACY_NS", -1)
+    return []
+
+
+def opened(path: Path, checks: list[Image]) -> HostImage:
+    return HostImage(path, version="v", dtype="float32", check=checks.append)
+
+
+def test_a_file_is_checked_once_however_often_it_is_loaded(tmp_path: Path, checks: list[Image]) -> None:
+    held = opened(image_file(tmp_path), checks)
+    assert held.image() is held.image()
+    assert len(checks) == 1
+
+
+def test_a_file_that_was_written_to_is_checked_again_and_refused(tmp_path: Path, checks: list[Image]) -> None:
+    path = image_file(tmp_path)
+    held = opened(path, checks)
+    with path.open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"changed!")
+    with pytest.raises(CorruptImageError):
+        held.image()
+
+
+def test_a_file_that_was_replaced_is_checked_and_used(tmp_path: Path, checks: list[Image]) -> None:
+    held = opened(image_file(tmp_path), checks)
+    image_file(tmp_path, 2.0)
+    assert held.image().payload.view(np.float32).max() == 2.0
+    assert len(checks) == 2
+
+
+def test_a_file_that_was_deleted_stays_mapped(tmp_path: Path, checks: list[Image]) -> None:
+    path = image_file(tmp_path)
+    held = opened(path, checks)
+    path.unlink()
+    assert held.image().payload.view(np.float32).max() == 1.0
+    assert len(checks) == 1
+
+
+def test_a_file_that_is_too_young_to_be_told_from_a_later_one_is_checked_again(
+    tmp_path: Path, checks: list[Image], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_image, "_RACY_NS", 1 << 60)
+    opened(image_file(tmp_path), checks).image()
+    assert len(checks) == 2
