@@ -8,7 +8,8 @@ namespace {
 
 constexpr int ROWS = 16;       // rows of one adapter that an item handles
 constexpr int RANKS = 16;      // rank rows that are packed together, and of an item of the first half
-constexpr int TILE = 4;        // rows, and rank rows, that are held in registers
+constexpr int TILE = 4;        // rank rows that are held in registers
+constexpr int TALLEST = 5;     // rows that are
 constexpr int MAX_SLICES = 4;
 constexpr int WHOLE = 2;       // blocks a thread from which on a thread handles whole blocks
 constexpr int COLUMN_ALIGN = 64;
@@ -152,9 +153,9 @@ struct Pair {
   int64_t shrinks() const { return (rank + TILE - 1) / TILE * (in * (int64_t)sizeof(T) / LINE); }
   int64_t expands() const { return out / (2 * LANES * Words<T>::PARTS); }
 
-  // h = scale · A x of up to TILE rows, packed, for rank rows [begin, end).
+  // h = scale · A x of up to TALLEST rows, packed, for rank rows [begin, end).
   void shrink_tile(const T *const *x, float *const *h, int count, int begin, int end, Fetch &next) const {
-    float *to[TILE];
+    float *to[TALLEST];
     for (int r = 0; r < count; r++) to[r] = h[r] + begin;
     const T *from = a + begin * in;
     const int ranks = std::min(end, rank) - begin;
@@ -162,21 +163,23 @@ struct Pair {
       case 1: shrink_rows<T, 1>(x, from, in, ranks, scale, to, next); break;
       case 2: shrink_rows<T, 2>(x, from, in, ranks, scale, to, next); break;
       case 3: shrink_rows<T, 3>(x, from, in, ranks, scale, to, next); break;
-      default: shrink_rows<T, 4>(x, from, in, ranks, scale, to, next);
+      case 4: shrink_rows<T, 4>(x, from, in, ranks, scale, to, next); break;
+      default: shrink_rows<T, TALLEST>(x, from, in, ranks, scale, to, next);
     }
     for (int r = 0; r < count; r++) pack<T>(h[r], begin, begin + ranks);
   }
 
-  // Adds h B to columns [begin, end) of up to TILE rows.
+  // Adds h B to columns [begin, end) of up to TALLEST rows.
   void expand_tile(T *const *y, float *const *h, int count, int64_t begin, int64_t end, Fetch &next) const {
     if (rank == 0) return;
-    T *to[TILE];
+    T *to[TALLEST];
     for (int r = 0; r < count; r++) to[r] = y[r] + first;
     switch (count) {
       case 1: return expand_rows<T, 1>(to, b, h, out, rank, begin, end, next);
       case 2: return expand_rows<T, 2>(to, b, h, out, rank, begin, end, next);
       case 3: return expand_rows<T, 3>(to, b, h, out, rank, begin, end, next);
-      default: return expand_rows<T, 4>(to, b, h, out, rank, begin, end, next);
+      case 4: return expand_rows<T, 4>(to, b, h, out, rank, begin, end, next);
+      default: return expand_rows<T, TALLEST>(to, b, h, out, rank, begin, end, next);
     }
   }
 };
@@ -191,14 +194,16 @@ struct LowRankCall {
   int64_t y_stride;
   int layer;
 
-  // Calls `work` with x, y, h and number of every tile of rows of a block; h is of slice s.
+  // Calls `work` with x, y, h and number of every tile of rows of a block; h is of slice s. Tiles are about equally tall: one of a
+  // single row costs half as much as one of five.
   template <class Work>
   INLINE void tiles(const int32_t *block, int64_t s, Work work) const {
-    for (int begin = 0; begin < block[2]; begin += TILE) {
-      const T *in[TILE];
-      T *out[TILE];
-      float *h[TILE];
-      const int count = std::min(TILE, block[2] - begin);
+    const int num_tiles = (block[2] + TALLEST - 1) / TALLEST;
+    for (int tile = 0; tile < num_tiles; tile++) {
+      const T *in[TALLEST];
+      T *out[TALLEST];
+      float *h[TALLEST];
+      const int begin = block[2] * tile / num_tiles, count = block[2] * (tile + 1) / num_tiles - begin;
       for (int r = 0; r < count; r++) {
         const int64_t place = block[1] + begin + r, row = site.rows[place];
         in[r] = x + row * x_stride, out[r] = y + row * y_stride, h[r] = site.h + (place * site.count + s) * site.max_rank;

@@ -7,7 +7,6 @@
 namespace {
 
 constexpr int TALL = 8;              // rows of a register tile; with 3 vectors of columns it takes 24 of 32 registers
-constexpr int ONCE = 6;              // rows up to which a block is walked once, as fast as it comes from memory
 constexpr int WIDE = 3;
 constexpr int COLUMNS = WIDE * LANES;  // columns of a block of packed weights
 constexpr int DEEP = 768;            // words of a row that are walked at a time, so that a block of weights stays in the L2 cache
@@ -80,13 +79,12 @@ void linear(const Weight &weight, const T *x, int64_t x_stride, T *y, int64_t ro
     const int columns = (int)std::min<int64_t>(COLUMNS, width - block * COLUMNS);
     for (int64_t first = 0; first < num_words; first += DEEP) {
       const int64_t last = std::min<int64_t>(first + DEEP, num_words);
-      const int64_t walks = end - begin > ONCE ? std::max<int64_t>((end - begin + TALL - 1) / TALL, 2) : 1;
+      const int64_t walks = (end - begin + TALL - 1) / TALL;
       const int64_t pace = walks > 1 ? COLUMNS * sizeof(uint32_t) / walks : 0;
       const char *ahead = (const char *)(w + last * COLUMNS);
       for (int64_t r = begin; r < end;) {
         const int64_t left = end - r;
-        const bool halve = left < 2 * TALL && left > (r == begin ? ONCE : TALL);
-        const int tall = (int)(halve ? (left + 1) / 2 : std::min<int64_t>(TALL, left));
+        const int tall = (int)(left > TALL && left < 2 * TALL ? (left + 1) / 2 : std::min<int64_t>(TALL, left));
         const T *in = x + r * x_stride;
         T *out = y + r * width + block * COLUMNS;
         float *carried = sums + (r - begin) * COLUMNS;

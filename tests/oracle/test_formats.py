@@ -153,8 +153,9 @@ def test_every_format_alone_equals_peft(world: World, form: str) -> None:
     assert compare(alone, world.theirs, tolerance=TOLERANCE).largest_error <= TOLERANCE
 
 
-def test_batch_invariant_forms_have_every_format_too(world: World) -> None:
-    ours = MixedBatches(world.model, world.adapters, max_rows=2048, batch_invariant=True)
+@pytest.mark.parametrize("form", FORMS)
+def test_batch_invariant_forms_have_every_format_too(world: World, form: str) -> None:
+    ours = MixedBatches(world.model, world.adapters, max_rows=2048, cpu_form=form, batch_invariant=True)
     mixed = ours.logits(world.rows, chunk=7)
     assert compare(mixed, world.theirs, tolerance=TOLERANCE).largest_error <= TOLERANCE
     assert all(torch.equal(ours.logits([row], chunk=16)[0], logits) for row, logits in zip(world.rows, mixed, strict=True))
