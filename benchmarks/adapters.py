@@ -13,10 +13,11 @@ from collections.abc import Callable
 from benchmarks import report
 from benchmarks.fleet import ImageFolder
 from benchmarks.loads import measure_copy, measure_load
-from benchmarks.replay import measure_replay
+from benchmarks.replay import measure_replay, measure_waste
 from benchmarks.report import Row
 from benchmarks.thrash import Scale, measure_ttft, measure_uniform, measure_zipf
 from demo.prepare import default_folder, prepare
+from veneer.artifact import describe_base
 
 FULL = Scale(catalogue=3000, room=40, streams=64, waiting=128, requests=400, rounds=2)
 SHORT = Scale(catalogue=300, room=10, streams=16, waiting=32, requests=100, rounds=1)
@@ -25,10 +26,11 @@ SHORT = Scale(catalogue=300, room=10, streams=16, waiting=32, requests=100, roun
 def sections(scale: Scale) -> dict[str, Callable[[], list[Row]]]:
     """Returns what there is to measure, by name."""
     folder, model = default_folder().with_name("bench-adapters"), prepare()
-    images = ImageFolder(folder, model)
+    images, base = ImageFolder(folder, model), describe_base(model)
     count, seconds = (20_000, 10.0) if scale is FULL else (4000, 4.0)
     return {
         "hits": lambda: measure_replay(catalogue=scale.catalogue, room=scale.room, count=count),
+        "waste": lambda: measure_waste(base, catalogue=scale.catalogue, room=scale.room, count=count),
         "copy": lambda: measure_copy(ImageFolder(folder, model, rank=16), count=8),
         "load": lambda: asyncio.run(measure_load(images, room=scale.room, seconds=seconds, rounds=scale.rounds)),
         "zipf": lambda: asyncio.run(measure_zipf(images, scale)),

@@ -25,7 +25,6 @@ from dataplane.engine.messages import Event, Moved, Sampling, State, Submit, Tok
 from dataplane.lora.image import write_image
 from veneer.artifact import describe_base
 
-UNIT_BYTES = 64 << 10
 PROMPT_TOKENS = 32
 _DTYPE = "bfloat16"
 
@@ -157,7 +156,6 @@ class Fleet:
             "max_context": PROMPT_TOKENS + output_tokens,
             "kv_bytes": 1 << 30,
             "arena_bytes": room * largest,
-            "arena_unit_bytes": UNIT_BYTES,
             "max_slots": room,
             "max_step_rank_rows": 16 * max(room, 64),
             **options,

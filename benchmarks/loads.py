@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.fleet import UNIT_BYTES, Fleet, ImageFolder, Stream
+from benchmarks.fleet import Fleet, ImageFolder, Stream
 from benchmarks.report import Row
 from benchmarks.workload import percentile
 from dataplane.engine.adapters import DeviceAdapters
@@ -108,13 +108,13 @@ def measure_copy(images: ImageFolder, *, count: int) -> list[Row]:
     A load is what the copying thread does and what the step loop does then; waking up is neither's.
     """
     numbers = [number for number in range(4 * count) if number % 10 < 3][:count]
-    model = read_config(images.model)
+    config, model = EngineConfig(model_dir=str(images.model), max_slots=8), read_config(images.model)
     features = tuple((part.in_features, part.out_features) for part in model.projections)
 
     def arena() -> Arena:
         return Arena(
             64 << 20,
-            unit_bytes=UNIT_BYTES,
+            unit_bytes=config.arena_unit_bytes,
             max_slots=8,
             num_layers=model.num_layers,
             features=features,
@@ -122,7 +122,6 @@ def measure_copy(images: ImageFolder, *, count: int) -> list[Row]:
         )
 
     wake = threading.Event()
-    config = EngineConfig(model_dir=str(images.model), arena_unit_bytes=UNIT_BYTES, max_slots=8)
     adapters, other = DeviceAdapters(config, arena(), wake=wake), arena().tensor.view(torch.uint8).numpy()
     loads: list[float] = []
     copies: list[float] = []

@@ -17,6 +17,20 @@ _STRENGTH = 0.3
 """Size of what an adapter adds to a unit vector, per output: enough that other tokens are the likeliest."""
 
 
+def kind_of(number: int) -> AdapterKey:
+    """Returns an adapter of a mixed catalogue: three in ten on all modules of rank 8 to 16, the others on two of rank 4 to 16."""
+    if number % 10 < 3:
+        return AdapterKey(number, 8 + number // 10 % 9, "all")
+    return AdapterKey(number, 4 + number // 10 % 13, "qv")
+
+
+def block_bytes(base: BaseDescription, key: AdapterKey) -> tuple[int, ...]:
+    """Returns the bytes of an adapter's blocks in an image, in bfloat16: A and B of a pair, each a multiple of 128."""
+    modules = [module for module in base.modules if module.name in MODULES[key.modules]]
+    sizes = [sum(-(-2 * key.rank * size // 128) * 128 for size in (part.in_features, part.out_features)) for part in modules]
+    return tuple(sizes * base.num_layers)
+
+
 def write_adapter(folder: Path, base: BaseDescription, key: AdapterKey) -> Path:
     """Writes `adapter_config.json` and `adapter_model.safetensors`, in bfloat16, unless they lie there; returns their folder."""
     target = folder / key.name

@@ -91,7 +91,7 @@ class Settings(BaseSettings):
     page_size: Annotated[int, Field(ge=1, le=1024)] = 16
     kv_bytes: Annotated[int, Field(ge=0)] = 0
     arena_bytes: Annotated[int, Field(ge=0)] = 0
-    arena_unit_bytes: Annotated[int, Field(ge=4096)] = 2 * _MIB
+    arena_unit_bytes: Annotated[int, Field(ge=4096)] = 64 * 1024
     max_slots: Annotated[int, Field(ge=1, le=65536)] = 64
     max_rank: Annotated[int, Field(ge=1, le=1024)] = 64
     max_step_rank_rows: Annotated[int, Field(ge=16, le=1 << 20)] = 1024

@@ -86,7 +86,7 @@ class EngineConfig:
     page_size: int = 16
     kv_bytes: int = 1 << 30
     arena_bytes: int = 256 << 20
-    arena_unit_bytes: int = 2 << 20
+    arena_unit_bytes: int = 64 << 10
     max_slots: int = 64
     max_rank: int = 64
     max_step_rank_rows: int = 1024

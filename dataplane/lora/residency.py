@@ -281,6 +281,12 @@ class Residency:
         with self._lock:
             return self._units.num_units - self._units.free
 
+    @property
+    def largest_hole(self) -> int:
+        """Units of the largest free extent; against what is free it measures fragmentation."""
+        with self._lock:
+            return self._units.largest_hole
+
     def _plan(self, entry: Entry, want: Want) -> LoadPlan | None:
         """Takes a slot and units for a load, evicting until it fits; or changes nothing and returns None."""
         units, needed = self._units.copy(), self._units.needed(entry.blocks)

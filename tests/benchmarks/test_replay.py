@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from benchmarks import traces
-from benchmarks.replay import Census, Clairvoyant, hit_rate, measure_replay, rates
+from benchmarks.random_adapters import kind_of
+from benchmarks.replay import Census, Clairvoyant, hit_rate, measure_replay, measure_waste, rates
 from dataplane.lora.eviction import Recency
+from veneer.artifact import BaseDescription
 
 
 def least_recently_used(trace: list[str], room: int) -> float:
@@ -76,6 +78,20 @@ def test_a_ranking_that_moves_has_new_adapters_on_top() -> None:
     trace = traces.moving(1000, 30_000, every=10_000, by=5)
     tops = [Counter(part.tolist()).most_common(1)[0][0] for part in np.split(trace, 3)]
     assert all(one != other for one, other in pairwise(tops))
+
+
+def test_in_units_of_the_default_an_arena_holds_little_but_adapters(tiny_base: BaseDescription) -> None:
+    rows = {row.id: row.value for row in measure_waste(tiny_base, catalogue=50, room=10, count=400)}
+    assert rows["arena_waste"] >= 1
+    assert 0 <= rows["arena_largest_free"] <= 1
+
+
+def test_three_adapters_in_ten_are_on_all_modules_and_ranks_are_those_of_the_catalogue() -> None:
+    kinds = [kind_of(number) for number in range(1000)]
+    assert sum(kind.modules == "all" for kind in kinds) == 300
+    assert {kind.rank for kind in kinds if kind.modules == "all"} == set(range(8, 17))
+    assert {kind.rank for kind in kinds if kind.modules == "qv"} == set(range(4, 17))
+    assert len({kind.name for kind in kinds}) == 1000
 
 
 @pytest.mark.slow
