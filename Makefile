@@ -35,9 +35,8 @@ test-long: $(STUBS) ## every suite with the slow tests
 	@$(BIN)/python tests/run.py --long
 
 aot: $(INSTALLED) ## compile the GPU kernels without a GPU and check the code; TRITON=3.6.0 takes that version
-	@test -z '$(TRITON)' || test -d .venv/triton-$(TRITON) \
-		|| $(BIN)/python -m pip install -qq --no-deps --target .venv/triton-$(TRITON) 'triton==$(TRITON)'
-	@$(if $(TRITON),PYTHONPATH=.venv/triton-$(TRITON)) $(BIN)/python -m kernels.aot
+	@other=$(if $(TRITON),$$($(BIN)/python tests/triton_environment.py $(TRITON))); \
+		$(if $(TRITON),PYTHONPATH=$$other) $(BIN)/python -m kernels.aot
 
 docker-test: $(STUBS) ## build the images, start compose.yaml, try it from outside, take it down
 	@$(BIN)/python -m pytest -m docker tests/docker -s -q

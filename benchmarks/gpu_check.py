@@ -55,14 +55,14 @@ class Part:
 
 PARTS = (
     Part("card", 30, "the machine, and the bandwidth that everything is compared with"),
-    Part("products", 40, "how near the library's base products come to it"),
+    Part("products", 45, "how near the library's base products come to it, and ours to the library's"),
     Part("launches", 30, "what a launch costs, and whether dependent launch survives a captured graph"),
     Part("correct", 70, "whether the kernels are right, and right to the bit every time"),
-    Part("decode", 90, "what 22 adapters of rank 16 cost a decode step of 64 rows"),
+    Part("decode", 90, "what 22 adapters of rank 16 cost a decode step of 64 rows, by each path"),
     Part("load", 40, "what a load costs the steps beside it"),
-    Part("mixes", 60, "other mixes, and prefill"),
+    Part("mixes", 55, "other mixes, fp8, and prefill"),
 )
-NOT_BUILT = ("attention on a device (context 256 and 1024)", "the engine around captured graphs", "side stream", "fp8 adapters")
+NOT_BUILT = ("attention on a device (context 256 and 1024)", "the engine around captured graphs")
 
 
 @dataclass(frozen=True, slots=True)

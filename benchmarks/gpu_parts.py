@@ -7,6 +7,7 @@ import shutil
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,9 +15,15 @@ import triton
 from torch import Tensor
 
 from benchmarks.gpu_check import Figure
-from benchmarks.gpu_world import DTYPE, BaseModel, Step, build_adapters, error_over_bound
+from benchmarks.gpu_world import DTYPE, Adapters, BaseModel, Step, build_adapters, error_over_bound
 from benchmarks.roofline import LLAMA_7B, Shapes, floor_ratio
 from kernels.gpu.device import probe
+from kernels.gpu.launches import SiteTable
+from kernels.gpu.low_rank import TritonLowRank, Variant
+from kernels.gpu.paths import Path
+from kernels.gpu.tiles import tiles_for
+from kernels.rows import BASE, RankRows, build_rank_rows
+from kernels.sites import Site
 
 _DEVICE = "cuda"
 _COPY_BYTES = 4 << 30
@@ -57,6 +64,11 @@ def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def step_ms(step: Step) -> float:
+    """Returns the median milliseconds of a captured step."""
+    return median_ms(captured(step).replay)
+
+
 def read_bandwidth() -> float:
     """Returns bytes per second of a sum over more than the caches hold."""
     values = torch.zeros(_COPY_BYTES // 4, dtype=torch.float32, device=_DEVICE)
@@ -80,7 +92,7 @@ def card() -> Iterator[Figure]:
 
 
 def products() -> Iterator[Figure]:
-    """The library's base products, over weights that rotate beyond the cache."""
+    """The library's base products and ours with an empty list, over weights that rotate beyond the cache."""
     bandwidth = read_bandwidth()
     for site in LLAMA_7B.sites:
         width = site.columns[-1][1]
@@ -89,15 +101,31 @@ def products() -> Iterator[Figure]:
         for num_rows in (1, 16, 64, 128):
             x = torch.randn(num_rows, site.in_features, dtype=DTYPE, device=_DEVICE)
             y = torch.empty(num_rows, width, dtype=DTYPE, device=_DEVICE)
-            graph = captured(lambda x=x, y=y, weights=weights: _products(y, x, weights))  # type: ignore[misc]
-            taken = median_ms(graph.replay) / len(weights)
+            library = captured(lambda x=x, y=y, weights=weights: _products(y, x, weights))  # type: ignore[misc]
+            ours = captured(_our_products(y, x, weights, site=site))
+            taken, ours_taken = (median_ms(graph.replay) / len(weights) for graph in (library, ours))
             yield Figure(f"{site.name}_{num_rows}_rows_us", taken * 1e3, "us")
             yield Figure(f"{site.name}_{num_rows}_rows_of_bandwidth", size / (taken / 1e3) / bandwidth, "ratio")
+            yield Figure(f"{site.name}_{num_rows}_rows_ours_of_library", ours_taken / taken, "ratio")
 
 
 def _products(y: Tensor, x: Tensor, weights: list[Tensor]) -> None:
     for weight in weights:
         torch.mm(x, weight.t(), out=y)
+
+
+def _our_products(y: Tensor, x: Tensor, weights: list[Tensor], *, site: Site, shapes: Shapes = LLAMA_7B) -> Callable[[], None]:
+    """Returns a run of the base products of `Path.EXTENSION` alone: the list is empty, and no shrink is launched."""
+    device = str(x.device)
+    low_rank = build_adapters(dataclasses.replace(shapes, num_layers=1), count=1, rank=16, device=device).low_rank(max_rows=128)
+    low_rank.begin_step(build_rank_rows(np.full(len(x), BASE), {}), variant=Variant.LOW_RANK)
+    at, tiles = SiteTable.of(site, x.device), tiles_for(len(x))
+
+    def run() -> None:
+        for weight in weights:
+            low_rank.launches.extension(y, x, weight, None, at=at, tiles=tiles, num_rows=len(x))
+
+    return run
 
 
 def launches(*, pairs: int = 500) -> Iterator[Figure]:
@@ -111,7 +139,8 @@ def launches(*, pairs: int = 500) -> Iterator[Figure]:
         low_rank.begin_step(adapters.rows(16))
         torch.manual_seed(0)
         x, y = (torch.randn(16, 256, dtype=DTYPE, device=_DEVICE) for _ in range(2))
-        graph = captured(lambda low_rank=low_rank, y=y, x=x: _write_many(low_rank.write_, y, x, pairs))  # type: ignore[misc]
+        y.zero_()
+        graph = captured(lambda low_rank=low_rank, y=y, x=x: _add_pairs(low_rank, y, x, pairs))  # type: ignore[misc]
         name = "dependent" if dependent else "plain"
         yield Figure(f"shrink_and_expand_{name}_us", median_ms(graph.replay) / pairs * 1e3, "us")
         outputs.append(y)
@@ -123,27 +152,24 @@ def _add_many(value: Tensor, count: int) -> None:
         value.add_(1)
 
 
-def _write_many(write: Callable[..., None], y: Tensor, x: Tensor, count: int) -> None:
+def _add_pairs(low_rank: TritonLowRank, y: Tensor, x: Tensor, count: int) -> None:
     for i in range(count):
-        write(y, x, layer=i % 2, site="o")
+        low_rank.add_(y, x, layer=i % 2, site="o")
 
 
 def correct(*, shapes: Shapes = LLAMA_7B, device: str = _DEVICE, repeats: int = 1000, most_rows: int = 300) -> Iterator[Figure]:
-    """Every site and bucket beside float64, the same bits many times, and bits that do not depend on neighbours."""
+    """Every site, bucket and path beside float64, the same bits many times, and bits that do not depend on neighbours."""
     shapes = dataclasses.replace(shapes, num_layers=2)
     adapters = build_adapters(shapes, count=5, rank=24, device=device)
-    low_rank = adapters.low_rank(max_rows=max(64, most_rows))
+    most_rows = max(64, most_rows)
     worst = 0.0
-    for num_rows in (rows for rows in (1, 16, 64, 128, 300) if rows <= most_rows):
-        rows = adapters.rows(num_rows) if num_rows > 1 else adapters.step(np.array([3], dtype=np.int32))
-        low_rank.begin_step(rows)
-        for site in shapes.sites:
-            x, y = (torch.randn(num_rows, width, dtype=DTYPE, device=device) for width in (site.in_features, site.columns[-1][1]))
-            out, first = y.clone(), torch.full_like(y, torch.nan)
-            low_rank.add_(out, x, layer=1, site=site.name)
-            low_rank.write_(first, x, layer=1, site=site.name)
-            for got, start in ((out, y), (first, torch.zeros_like(y))):
-                worst = max(worst, error_over_bound(got, start, x, adapters=adapters, layer=1, site=site, rows=rows))
+    for path in Path:
+        low_rank = adapters.low_rank(max_rows=most_rows, path=path)
+        for num_rows in (rows for rows in (1, 16, 64, 128, 300) if rows <= most_rows):
+            rows = adapters.rows(num_rows) if num_rows > 1 else adapters.step(np.array([3], dtype=np.int32))
+            low_rank.begin_step(rows)
+            for site in shapes.sites:
+                worst = max(worst, _error_of(low_rank, adapters, rows, site=site, device=device))
     yield Figure("error_over_bound", worst, "ratio", 1.0)
     assert worst <= 1, f"an error is {worst:.2f} times its bound"
     site = shapes.sites[0]
@@ -169,45 +195,68 @@ def correct(*, shapes: Shapes = LLAMA_7B, device: str = _DEVICE, repeats: int = 
     assert changed == 0, "a row's bits depend on its neighbours"
 
 
+def _error_of(low_rank: TritonLowRank, adapters: Adapters, rows: RankRows, *, site: Site, device: str) -> float:
+    num_rows, width = rows.row_slot.size, site.columns[-1][1]
+    x, y = torch.randn(num_rows, site.in_features, dtype=DTYPE, device=device), torch.full((num_rows, width), torch.nan)
+    weight = torch.empty(width, site.in_features, dtype=DTYPE, device=device).normal_(std=site.in_features**-0.5)
+    y = y.to(device, DTYPE)
+    low_rank.project_(y, x, weight, layer=1, site=site.name)
+    product = x.double() @ weight.double().t()
+    return error_over_bound(y, product, x, adapters=adapters, layer=1, site=site, rows=rows, roundings_of_y=2)
+
+
 def decode() -> Iterator[Figure]:
-    """A captured step of 64 rows: the base, and 22 adapters of rank 16 in both forms."""
-    yield from _mixes(BaseModel(LLAMA_7B, device=_DEVICE), ((22, 16),), num_rows=64)
+    """A captured step of 64 rows: the base, and 22 adapters of rank 16 by every path."""
+    yield from _mixes(BaseModel(LLAMA_7B, device=_DEVICE), (Mix(22, 16),), num_rows=64, paths=tuple(Path))
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Distinct adapters of one step, all of one rank."""
+
+    count: int
+    rank: int
+    is_fp8: bool = False
+
+    def __str__(self) -> str:
+        """Its name in a figure."""
+        return f"{self.count}_adapters_rank_{self.rank}{'_fp8' if self.is_fp8 else ''}"
 
 
 def mixes() -> Iterator[Figure]:
-    """Other numbers of adapters and ranks; then a prefill of 2048 rows."""
+    """Other numbers of adapters and ranks, and fp8; then a prefill of 2048 rows."""
     model = BaseModel(LLAMA_7B, device=_DEVICE)
-    yield from _mixes(model, ((2, 16), (8, 16), (64, 16), (22, 64)), num_rows=64)
-    yield from _mixes(model, ((4, 16),), num_rows=2048)
+    others = (Mix(22, 16, is_fp8=True), Mix(1, 16), Mix(2, 16), Mix(8, 16), Mix(64, 16), Mix(22, 64))
+    yield from _mixes(model, others, num_rows=64, paths=(Path.BESIDE, Path.EXTENSION))
+    yield from _mixes(model, (Mix(4, 16),), num_rows=2048, paths=(Path.AFTER, Path.EXTENSION))
 
 
-def _mixes(model: BaseModel, mixes: tuple[tuple[int, int], ...], *, num_rows: int) -> Iterator[Figure]:
+def _mixes(
+    model: BaseModel,
+    mixes: tuple[Mix, ...],
+    *,
+    num_rows: int,
+    paths: tuple[Path, ...],
+    shapes: Shapes = LLAMA_7B,
+    device: str = _DEVICE,
+    time_ms: Callable[[Step], float] = step_ms,
+) -> Iterator[Figure]:
     base: float | None = None
-    for count, rank in mixes:
-        adapters = build_adapters(LLAMA_7B, count=count, rank=rank, device=_DEVICE)
-        low_rank = adapters.low_rank(max_rows=num_rows)
-        low_rank.begin_step(adapters.rows(num_rows))
-
-        def measured(step: Step) -> float:
-            return median_ms(captured(step).replay)
-
-        if base is None:
-            base = min(measured(model.step("base", low_rank, num_rows=num_rows)) for _ in range(2))
-            yield Figure(f"base_{num_rows}_rows_ms", base, "ms")
-            yield Figure(f"base_{num_rows}_rows_of_bandwidth", LLAMA_7B.base_bytes / (base / 1e3) / read_bandwidth(), "ratio")
-        floor = floor_ratio(LLAMA_7B, num_adapters=count, rank=rank) if num_rows <= 64 else None
-        yield Figure(
-            f"{count}_adapters_rank_{rank}_{num_rows}_rows_in_place",
-            measured(model.step("in_place", low_rank, num_rows=num_rows)) / base,
-            "ratio",
-            floor,
-        )
-        yield Figure(
-            f"{count}_adapters_rank_{rank}_{num_rows}_rows_first",
-            measured(model.step("first", low_rank, num_rows=num_rows)) / base,
-            "ratio",
-            floor,
-        )
+    for mix in mixes:
+        adapters = build_adapters(shapes, count=mix.count, rank=mix.rank, device=device, is_fp8=mix.is_fp8)
+        rows = adapters.rows(num_rows)
+        for path in paths:
+            low_rank = adapters.low_rank(max_rows=num_rows, path=path)
+            low_rank.begin_step(rows, variant=Variant.LOW_RANK)
+            if base is None:
+                base = min(time_ms(model.step("base", low_rank, num_rows=num_rows)) for _ in range(2))
+                yield Figure(f"base_{num_rows}_rows_ms", base, "ms")
+                if device == _DEVICE:
+                    yield Figure(f"base_{num_rows}_rows_of_bandwidth", shapes.base_bytes / base * 1e3 / read_bandwidth(), "ratio")
+            taken = time_ms(model.step("adapters", low_rank, num_rows=num_rows))
+            half = 0.5 if mix.is_fp8 else 1.0
+            floor = 1 + half * (floor_ratio(shapes, num_adapters=mix.count, rank=mix.rank) - 1) if num_rows <= 64 else None
+            yield Figure(f"{mix}_{num_rows}_rows_{path}", taken / base, "ratio", floor)
 
 
 def load() -> Iterator[Figure]:
@@ -223,7 +272,7 @@ def load() -> Iterator[Figure]:
     adapters = build_adapters(LLAMA_7B, count=22, rank=16, device=_DEVICE)
     low_rank = adapters.low_rank(max_rows=64)
     low_rank.begin_step(adapters.rows(64))
-    replay = captured(BaseModel(LLAMA_7B, device=_DEVICE).step("in_place", low_rank, num_rows=64)).replay
+    replay = captured(BaseModel(LLAMA_7B, device=_DEVICE).step("adapters", low_rank, num_rows=64)).replay
     yield Figure("step_p99_alone_ms", _p99(times_ms(replay, repeats=200)), "ms")
     side = torch.cuda.Stream()
 

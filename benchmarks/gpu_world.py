@@ -11,17 +11,20 @@ from torch import Tensor
 
 from benchmarks.roofline import Shapes
 from kernels.descriptors import Blocks, Descriptors
+from kernels.fp8 import factor_bytes
 from kernels.gpu.device import Gpu, probe
 from kernels.gpu.low_rank import TritonLowRank
+from kernels.gpu.paths import Path, Paths, Timing
+from kernels.gpu.tiles import TILES
 from kernels.rows import RankRows, aligned_rank, build_rank_rows
 from kernels.sites import Site
 
 DTYPE = torch.bfloat16
 _ROUNDOFF = 2.0**-8
 _ROUNDINGS = 5  # of H, twice, of the products' sums and of y
-_ALIGN = 64  # elements, 128 bytes
+_ALIGN_BYTES = 128
 
-Form = Literal["base", "in_place", "first"]
+Form = Literal["base", "adapters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,8 @@ class Adapters:
         """Returns the step of given rows."""
         return build_rank_rows(row_slot, self.descriptors.largest_rank)
 
-    def low_rank(self, *, max_rows: int, gpu: Gpu | None = None) -> TritonLowRank:
-        """Returns the product over these adapters."""
+    def low_rank(self, *, max_rows: int, gpu: Gpu | None = None, path: Path = Path.AFTER) -> TritonLowRank:
+        """Returns the product over these adapters, by one path at every site."""
         return TritonLowRank(
             self.arena,
             self.descriptors,
@@ -63,28 +66,41 @@ class Adapters:
             sites=self.shapes.sites,
             max_rows=max_rows,
             max_list=self.count * aligned_rank(self.rank),
+            dtype=DTYPE,
+            paths=everywhere(path, self.shapes),
         )
 
 
-def build_adapters(shapes: Shapes, *, count: int, rank: int, device: str) -> Adapters:
-    """Returns random adapters."""
+def everywhere(path: Path, shapes: Shapes) -> Paths:
+    """Returns the choice of one path at all sites and in all buckets."""
+    places = [(site.name, tiles.max_rows) for site in shapes.sites for tiles in TILES]
+    return Paths(Timing(*place, other, 1.0 if other is path else 2.0) for place in places for other in Path)
+
+
+def build_adapters(shapes: Shapes, *, count: int, rank: int, device: str, is_fp8: bool = False) -> Adapters:
+    """Returns random adapters; those in fp8 of random codes and factors, whose values nobody compares."""
     table = Descriptors(count, shapes.num_layers, sum(len(site.slices) for site in shapes.sites), device=device)
-    at = 0
+    at, align = 0, _ALIGN_BYTES if is_fp8 else _ALIGN_BYTES // DTYPE.itemsize
     for slot in range(count):
         shape = table.rank.shape[1:]
         offsets = np.zeros((2, *shape), dtype=np.int64)
         for layer in range(shapes.num_layers):
             for site in shapes.sites:
                 for index, (first, last) in zip(site.slices, site.columns, strict=True):
+                    at += factor_bytes(rank) if is_fp8 else 0
                     for side, width in enumerate((site.in_features, last - first)):
                         offsets[side, layer, index] = at
-                        at += -(-rank * width // _ALIGN) * _ALIGN
+                        at += -(-rank * width // align) * align
         ranks, scales = np.full(shape, rank, np.int32), np.full(shape, 1.5, np.float32)
         table.set(slot, Blocks(offsets[0], offsets[1], ranks, scales))
+    if is_fp8:
+        return Adapters(shapes, rank, torch.randint(0, 0x40, (at,), dtype=torch.uint8, device=device), table)
     return Adapters(shapes, rank, torch.empty(at, dtype=DTYPE, device=device).normal_(std=0.02), table)
 
 
-def error_over_bound(out: Tensor, y: Tensor, x: Tensor, *, adapters: Adapters, layer: int, site: Site, rows: RankRows) -> float:
+def error_over_bound(
+    out: Tensor, y: Tensor, x: Tensor, *, adapters: Adapters, layer: int, site: Site, rows: RankRows, roundings_of_y: int = 0
+) -> float:
     """Returns the largest error of `out` beside float64, over what the roundings of bfloat16 may make."""
     table = adapters.descriptors
     roundoff = _ROUNDOFF if y.is_cuda else 2 * _ROUNDOFF  # the interpreter cuts off instead of rounding
@@ -103,7 +119,7 @@ def error_over_bound(out: Tensor, y: Tensor, x: Tensor, *, adapters: Adapters, l
             h = float(table.scale[slot, layer, index]) * (x[own].double() @ a.t())
             expected[own, first:last] += h @ b
             bound[own, first:last] += _ROUNDINGS * roundoff * (h.abs() @ b.abs())
-    bound += roundoff * expected.abs() + 1e-9
+    bound += roundoff * (expected.abs() + roundings_of_y * y.double().abs()) + 1e-9
     return float(((out.double() - expected).abs() / bound).nan_to_num(torch.inf).max())
 
 
@@ -122,7 +138,7 @@ class BaseModel:
         self._random = random
 
     def step(self, form: Form, low_rank: TritonLowRank, *, num_rows: int) -> Step:
-        """Returns one step, ready to run or to be captured."""
+        """Returns one step, ready to run or to be captured; with adapters by the path of `low_rank`."""
         x = {site.name: self._random(num_rows, site.in_features) for site in self._shapes.sites}
         y = {site.name: self._random(num_rows, site.columns[-1][1]) for site in self._shapes.sites}
         return Step(form, low_rank, self._weights, self._head, x, y)
@@ -133,7 +149,7 @@ class Step:
     """All products of one step.
 
     Attributes:
-        form: The base alone, adapters added in place, or adapters written first and the base added to them.
+        form: The base alone, or with its adapters.
         low_rank: The adapters' part; its step has begun.
         weights: Of each layer, by site.
         head: [vocab, hidden].
@@ -153,11 +169,8 @@ class Step:
         for layer, weights in enumerate(self.weights):
             for site, weight in weights.items():
                 x, y = self.x[site], self.y[site]
-                if self.form == "first":
-                    self.low_rank.write_(y, x, layer=layer, site=site)
-                    y.addmm_(x, weight.t())
-                    continue
-                torch.mm(x, weight.t(), out=y)
-                if self.form == "in_place":
-                    self.low_rank.add_(y, x, layer=layer, site=site)
+                if self.form == "adapters":
+                    self.low_rank.project_(y, x, weight, layer=layer, site=site)
+                else:
+                    torch.mm(x, weight.t(), out=y)
         torch.mm(self.x["qkv"], self.head.t())

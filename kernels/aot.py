@@ -21,7 +21,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.gpu.epilogue import epilogue
 from kernels.gpu.expand import expand
+from kernels.gpu.extension import extension
+from kernels.gpu.launches import EPILOGUE_COLUMNS
 from kernels.gpu.shrink import shrink
 from kernels.gpu.tiles import TILES, Launch, Tiles
 from kernels.rows import ALIGN
@@ -29,9 +32,9 @@ from kernels.rows import ALIGN
 CAPABILITIES = (80, 90)
 _DEPENDENT_LAUNCH = 90
 _ELEMENT_BYTES = 2
-_INT64 = ("a_offset_ptr", "b_offset_ptr", "entry_ptr")
+_INT64 = ("a_offset_ptr", "b_offset_ptr", "entry_ptr", "gain_offset_ptr", "shift_offset_ptr")
 _FLOAT32 = ("plane_ptr", "scale_ptr")
-_MODEL_DTYPE = ("x_ptr", "y_ptr", "arena_ptr", "h_ptr")
+_MODEL_DTYPE = ("x_ptr", "y_ptr", "arena_ptr", "h_ptr", "weight_ptr", "bias_ptr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Build:
         kernel: The kernel, as `triton.jit` made it.
         constants: Values of its constexpr arguments, but those that follow from the target.
         launch: Warps and stages.
-        operands: Elements that one round of the main loop loads of its two operands.
+        operand_bytes: Bytes that one round of the main loop loads of its two operands; 0 for a kernel without products.
         index_loads: Loads of 8 bytes that the pipeline may make of addresses, where the main loop looks rows up: one for each 16
             rows and stage.
     """
@@ -52,13 +55,18 @@ class Build:
     kernel: Any
     constants: dict[str, Any]
     launch: Launch
-    operands: int
+    operand_bytes: int
     index_loads: int
 
     @property
-    def least_wide(self) -> int:
-        """Loads of 16 bytes a thread that the two operands need: once in the loop, once before it."""
-        return 2 * self.operands * _ELEMENT_BYTES // (16 * 32 * self.launch.num_warps)
+    def is_fp8(self) -> bool:
+        """Whether the arena holds bytes, of which a thread may take 8 at once: a row of 64 is then read in whole sectors too."""
+        return bool(self.constants.get("FP8"))
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes a thread that the two operands need in wide loads: once in the loop, once before it."""
+        return 2 * self.operand_bytes // (32 * self.launch.num_warps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +81,10 @@ class Found:
         shared: Bytes of shared memory of a program.
         products: Matrix instructions.
         wide: Loads of 16 bytes.
-        least_wide: Loads of 16 bytes that there have to be.
-        loads: Loads of x, A, H, B and y in all: asynchronous copies to shared memory, loads of 16 bytes, and loads of 2 bytes, to
-            which wide loads degenerate. Loads of addresses are not among them.
+        half: Loads of 8 bytes into shared memory; those of addresses aside, unless they are wide enough.
+        narrow: Loads of less into shared memory, and loads of 1 or 2 bytes, to which wide loads degenerate.
+        least_bytes: Bytes a thread that there have to be in wide loads.
+        is_fp8: Whether loads of 8 bytes are wide enough.
     """
 
     name: str
@@ -85,18 +94,22 @@ class Found:
     shared: int
     products: int
     wide: int
-    least_wide: int
-    loads: int
+    half: int
+    narrow: int
+    least_bytes: int
+    is_fp8: bool
 
     @property
     def faults(self) -> list[str]:
         """What must not be."""
+        too_narrow = self.narrow + (0 if self.is_fp8 else self.half)
+        enough = 16 * self.wide + (8 * self.half if self.is_fp8 else 0) >= self.least_bytes
         return [
             fault
             for fault, found in (
                 ("spills", self.spills > 0),
-                ("no matrix instruction", self.products == 0),
-                ("narrow loads", self.wide < max(self.loads, self.least_wide)),
+                ("no matrix instruction", self.products == 0 < self.least_bytes),
+                ("narrow loads", too_narrow > 0 or not enough),
             )
             if found
         ]
@@ -104,23 +117,31 @@ class Found:
 
 def builds(table: tuple[Tiles, ...] = TILES) -> Iterator[Build]:
     """Yields every kernel with every configuration that the table makes; equal ones once."""
-    seen = set()
-    for tiles in table:
-        for split_k in (1 << power for power in range(tiles.max_split.bit_length())):
-            constants = {"BLOCK_M": tiles.block_m, "BLOCK_J": ALIGN, "BLOCK_K": tiles.block_k, "SPLIT_K": split_k}
-            name = f"shrink {tiles.block_m}×{ALIGN}×{tiles.block_k} split {split_k}"
-            if name not in seen:
-                seen.add(name)
-                yield Build(name, shrink, constants, tiles.shrink, (tiles.block_m + ALIGN) * tiles.block_k, 0)
-        for in_place in (True, False):
-            constants = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_J": tiles.block_j}
-            name = f"expand {tiles.block_m}×{tiles.block_n}×{tiles.block_j} {'in place' if in_place else 'first'}"
-            if name not in seen:
-                seen.add(name)
-                constants |= {"ITEM": ALIGN, "IN_PLACE": in_place}
-                operands = (tiles.block_m + tiles.block_n) * tiles.block_j
-                index_loads = tiles.expand.num_stages * tiles.block_j // ALIGN
-                yield Build(name, expand, constants, tiles.expand, operands, index_loads)
+    made = {build.name: build for tiles in table for is_fp8 in (False, True) for build in _builds(tiles, is_fp8=is_fp8)}
+    yield from made.values()
+    yield Build("epilogue", epilogue, {"BLOCK_N": EPILOGUE_COLUMNS}, Launch(4, 1), 0, 0)
+
+
+def _builds(tiles: Tiles, *, is_fp8: bool) -> Iterator[Build]:
+    m, suffix = tiles.block_m, " fp8" if is_fp8 else ""
+    item = 1 if is_fp8 else _ELEMENT_BYTES
+    common = {"BLOCK_M": m, "FP8": is_fp8}
+    index_loads = tiles.block_j // ALIGN
+    for split_k in (1 << power for power in range(tiles.max_split.bit_length())):
+        name = f"shrink {m}×{ALIGN}×{tiles.block_k} split {split_k}{suffix}"
+        constants = common | {"BLOCK_J": ALIGN, "BLOCK_K": tiles.block_k, "SPLIT_K": split_k}
+        yield Build(name, shrink, constants, tiles.shrink, (m * _ELEMENT_BYTES + ALIGN * item) * tiles.block_k, 0)
+    for in_place in (True, False):
+        name = f"expand {m}×{tiles.block_n}×{tiles.block_j} {'in place' if in_place else 'first'}{suffix}"
+        constants = common | {"BLOCK_N": tiles.block_n, "BLOCK_J": tiles.block_j, "ITEM": ALIGN, "IN_PLACE": in_place}
+        operands = (m * _ELEMENT_BYTES + tiles.block_n * item) * tiles.block_j
+        yield Build(name, expand, constants, tiles.expand, operands, tiles.expand.num_stages * index_loads)
+    of = tiles.extension
+    for block_n in sorted({of.block_n, of.narrow_n}):
+        name = f"extension {m}×{block_n}×{of.block_k}{suffix}"
+        constants = common | {"BLOCK_N": block_n, "BLOCK_K": of.block_k, "BLOCK_J": tiles.block_j, "ITEM": ALIGN}
+        operands = (m + block_n) * of.block_k * _ELEMENT_BYTES
+        yield Build(name, extension, constants | {"HAS_BIAS": False}, of.launch, operands, of.launch.num_stages * index_loads)
 
 
 def compile_for(build: Build, capability: int, *, dtype: str = "bf16") -> Found:
@@ -130,13 +151,14 @@ def compile_for(build: Build, capability: int, *, dtype: str = "bf16") -> Found:
     """
     dependent = capability >= _DEPENDENT_LAUNCH
     constants = {**build.constants, "DEPENDENT": dependent, "UPCAST": False}
+    constants = {name: value for name, value in constants.items() if name in build.kernel.arg_names}
     open_arguments = set(build.kernel.do_not_specialize)
     signature, attributes = {}, {}
     for i, name in enumerate(build.kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
             continue
-        signature[name] = _type_of(name, dtype)
+        signature[name] = "*u8" if name == "arena_ptr" and constants.get("FP8") else _type_of(name, dtype)
         if name not in open_arguments:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=build.kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -167,9 +189,8 @@ def _read(build: Build, compiled: Any) -> Found:
     def count(pattern: str) -> int:
         return len(re.findall(pattern, code))
 
-    wide = count(r"\bLDGSTS\S*\.128\b|\bLDG\.E\S*\.128\b")
-    addresses = min(count(r"\bLDGSTS\S*\.64\b"), build.index_loads)
-    narrow = count(r"\bLDGSTS(?!\S*\.128\b)|\bLDG\.E\S*\.U16\b") - addresses
+    copies = [count(rf"\bLDGSTS\S*\.{bits}\b") for bits in (128, 64)]
+    half = copies[1] if build.is_fp8 else max(0, copies[1] - build.index_loads)
     return Found(
         name=build.name,
         target=target[1],
@@ -177,9 +198,11 @@ def _read(build: Build, compiled: Any) -> Found:
         spills=count(r"\b(?:LDL|STL)\b"),
         shared=compiled.metadata.shared,
         products=count(r"\b(?:HMMA|HGMMA)\b"),
-        wide=wide,
-        least_wide=build.least_wide,
-        loads=wide + narrow,
+        wide=copies[0] + count(r"\bLDG\.E\S*\.128\b"),
+        half=half,
+        narrow=count(r"\bLDGSTS\b") - sum(copies) + count(r"\bLDG\.E\S*\.U(?:8|16)\b"),
+        least_bytes=build.least_bytes,
+        is_fp8=build.is_fp8,
     )
 
 
@@ -196,7 +219,7 @@ def table(found: list[Found]) -> str:
     head = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
     lines = [
         f"| {one.name} | {one.target} | {one.registers} | {one.spills} | {one.shared / 1024:.0f} | {one.products} "
-        f"| {one.wide} of {one.loads} | {', '.join(one.faults) or 'ok'} |"
+        f"| {one.wide} of {one.wide + one.half + one.narrow} | {', '.join(one.faults) or 'ok'} |"
         for one in found
     ]
     return "\n".join([head, *lines])

@@ -9,9 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.gpu.items import Items
+from kernels.gpu.items import Int32, Items
 
 _SECTION = 32  # elements, 128 bytes: every section starts where wide loads may
+_NONE = np.empty(0, dtype=np.int64)
 
 
 class StepMetadata:
@@ -25,6 +26,8 @@ class StepMetadata:
         item_tile, item_slot, item_rank: int32 [max_items], see `Items`; entries past the count are old.
         tile_start: int32 [max_tiles + 1]; entries past the step's tiles are old.
         num_items: int32 [1].
+        epilogue_row: int32 [max_rows], rows of adapters with a gain or a shift; entries past the count are old.
+        num_epilogue_rows: int32 [1].
 
     Args:
         max_rows: Most rows of a step.
@@ -34,27 +37,27 @@ class StepMetadata:
     """
 
     def __init__(self, *, max_rows: int, max_items: int, max_tiles: int, device: torch.device) -> None:
-        sizes = (max_rows, max_items, max_items, max_items, max_tiles + 1, 1)
+        sizes = (max_rows, max_items, max_items, max_items, max_tiles + 1, 1, max_rows, 1)
         ends = list(itertools.accumulate(-(-size // _SECTION) * _SECTION for size in sizes))
         starts = [0, *ends[:-1]]
         self._on_cuda = device.type == "cuda"
         self._device = torch.zeros(ends[-1], dtype=torch.int32, device=device)
-        self.row_slot, self.item_tile, self.item_slot, self.item_rank, self.tile_start, self.num_items = (
-            self._device[start : start + size] for start, size in zip(starts, sizes, strict=True)
-        )
+        sections = [self._device[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        self.row_slot, self.item_tile, self.item_slot, self.item_rank, self.tile_start, self.num_items = sections[:6]
+        self.epilogue_row, self.num_epilogue_rows = sections[6:]
         self._hosts = [torch.zeros(ends[-1], dtype=torch.int32, pin_memory=self._on_cuda) for _ in range(2)]
         self._sections = [_views(host, starts, sizes) for host in self._hosts]
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
-    def fill(self, row_slot: npt.NDArray[np.int32], items: Items) -> None:
+    def fill(self, row_slot: Int32, items: Items, epilogue_row: npt.NDArray[np.int64] = _NONE) -> None:
         """Writes a step's metadata and starts its copy on the current stream."""
         self._turn ^= 1
         copied = self._copied[self._turn]
         if copied is not None:
             copied.synchronize()
-        count = np.array([items.slot.size], dtype=np.int32)
-        values = (row_slot, items.tile, items.slot, items.rank, items.tile_start, count)
+        counts = np.array([[items.slot.size], [epilogue_row.size]], dtype=np.int32)
+        values = (row_slot, items.tile, items.slot, items.rank, items.tile_start, counts[0], epilogue_row, counts[1])
         for section, value in zip(self._sections[self._turn], values, strict=True):
             section[: value.size] = value
         self._device.copy_(self._hosts[self._turn], non_blocking=True)

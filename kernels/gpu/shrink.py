@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from kernels.gpu.widen import widen
+
 
 @triton.jit(do_not_specialize=["num_rows", "layer", "num_layers", "num_slices", "max_items"])
 def shrink(
@@ -33,6 +35,7 @@ def shrink(
     BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    FP8: tl.constexpr,
     DEPENDENT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -41,8 +44,8 @@ def shrink(
     Row m of item p is row `tile[p] · BLOCK_M + m` of the batch, and A_j is rank row `rank[p] + j` of the item's adapter at
     (layer, slice). A rank row that the adapter does not have there is not read, and its column of H is 0.
 
-    It also looks up the other half for `expand`: `entry[s, p, j]` is the first element of B_j, or -1 where there is none, so that
-    there one load stands in front of each row of B instead of a chain of them.
+    It also looks up the other half for `expand`: `entry[s, p, j]` is where B_j starts, in units of 16 elements, or -1 where there
+    is none, so that there one load stands in front of each row of B instead of a chain of them, and it is seen to be aligned.
 
     The scale is folded in float32 and H rounded once. With SPLIT_K > 1 each program sums its part of K into a float32 plane; the
     last to arrive adds the planes up in their order, so the sum does not depend on who that was.
@@ -59,6 +62,7 @@ def shrink(
         row_slot_ptr: int32 [num_rows]; negative for rows without an adapter.
         item_tile_ptr, item_slot_ptr, item_rank_ptr: int32 [max_items], see `kernels.gpu.items`.
         num_items_ptr: int32 [1].
+        FP8: The arena has bytes of fp8 (`kernels.fp8`), and each block factors in front of A; they are folded in with the scale.
         DEPENDENT: The next kernel is launched before this one ends.
         UPCAST: Products in float32: the interpreter's product of bfloat16 is wrong.
     """
@@ -82,12 +86,13 @@ def shrink(
         h_tile = h_ptr + place * (BLOCK_M * BLOCK_J) + offs_tile
         if pid_k == 0:
             b_rows = tl.load(b_offset_ptr + block) + (first_rank + offs_j).to(tl.int64) * tl.load(site_ptr + pid_s * 3 + 2)
-            tl.store(entry_ptr + place * BLOCK_J + offs_j, tl.where(offs_j < num_live, b_rows, -1))
+            tl.store(entry_ptr + place * BLOCK_J + offs_j, tl.where(offs_j < num_live, b_rows // 16, -1))
         if num_live <= 0:
             if pid_k == 0:
                 tl.store(h_tile, tl.zeros((BLOCK_M, BLOCK_J), h_ptr.dtype.element_ty))
         else:
-            a_start = tl.multiple_of(tl.load(a_offset_ptr + block), 16) + first_rank.to(tl.int64) * in_features
+            a_block = tl.multiple_of(tl.load(a_offset_ptr + block), 16)
+            a_start = a_block + first_rank.to(tl.int64) * in_features
             a_rows = arena_ptr + a_start + offs_j[None, :] * in_features
             x_rows = x_ptr + rows[:, None] * x_stride
             acc = tl.zeros((BLOCK_M, BLOCK_J), tl.float32)
@@ -95,9 +100,8 @@ def shrink(
                 offs_k = k + tl.arange(0, BLOCK_K)
                 mask_k = offs_k < in_features
                 x = tl.load(x_rows + offs_k[None, :], mask=(rows < num_rows)[:, None] & mask_k[None, :], other=0.0)
-                a = tl.load(a_rows + offs_k[:, None], mask=(offs_j < num_live)[None, :] & mask_k[:, None], other=0.0)
-                if UPCAST:
-                    x, a = x.to(tl.float32), a.to(tl.float32)
+                a = tl.load(a_rows + offs_k[:, None], mask=(offs_j < num_live)[None, :] & mask_k[:, None], other=0)
+                x, a = widen(x, h_ptr, FP8=False, UPCAST=UPCAST), widen(a, h_ptr, FP8=FP8, UPCAST=UPCAST)
                 acc = tl.dot(x, a, acc, input_precision="ieee")
             last = True
             if SPLIT_K > 1:
@@ -112,5 +116,10 @@ def shrink(
                     tl.atomic_xchg(arrived_ptr + place, 0, sem="release", scope="gpu")
             if last:
                 own = tl.load(row_slot_ptr + rows, mask=rows < num_rows, other=-1) == slot
-                h = tl.where(own[:, None] & (offs_j < num_live)[None, :], acc * tl.load(scale_ptr + block), 0.0)
+                acc *= tl.load(scale_ptr + block)
+                if FP8:
+                    factors = arena_ptr + a_block - tl.cdiv((num_live + first_rank) * 4, 128) * 128
+                    factors = factors.to(tl.pointer_type(tl.float32)) + first_rank + offs_j
+                    acc *= tl.load(factors, mask=offs_j < num_live, other=0.0)[None, :]
+                h = tl.where(own[:, None] & (offs_j < num_live)[None, :], acc, 0.0)
                 tl.store(h_tile, h.to(h_ptr.dtype.element_ty))

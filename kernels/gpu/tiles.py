@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_NARROW = 8192
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -15,6 +17,27 @@ class Launch:
     def options(self) -> dict[str, int | bool]:
         """Returns Triton's options; multiplication and addition may fuse, which has to be said since its default will change."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
+
+@dataclass(frozen=True, slots=True)
+class ExtensionTiles:
+    """Sizes of the base product that takes the list as an extension of its K.
+
+    Attributes:
+        block_n: Columns of a program.
+        narrow_n: The same at sites of at most 8192 columns, of which a device would otherwise have too few programs.
+        block_k: Columns of x that one product takes.
+        launch: Its launch.
+    """
+
+    block_n: int
+    narrow_n: int
+    block_k: int
+    launch: Launch
+
+    def columns(self, width: int) -> int:
+        """Returns the columns of a program at a site of so many."""
+        return self.narrow_n if width <= _NARROW else self.block_n
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +54,7 @@ class Tiles:
         block_j: List entries that one product of the expand takes, a multiple of 16.
         shrink: Launch of the shrink.
         expand: Launch of the expand.
+        extension: The base product with the list behind its K.
     """
 
     max_rows: int
@@ -42,6 +66,7 @@ class Tiles:
     block_j: int
     shrink: Launch
     expand: Launch
+    extension: ExtensionTiles
 
     def split_k(self, in_features: int) -> int:
         """Returns the parts into which the shrink splits K at a site: a power of two."""
@@ -53,11 +78,12 @@ class Tiles:
         return -(-num_rows // self.block_m)
 
 
+# Stages keep bytes on their way: 4.3 TB/s over 132 multiprocessors for 1 µs are 33 KB each, some 2 programs of 4 tiles of A or B.
 TILES = (
-    Tiles(16, 16, 128, 1024, 8, 64, 64, Launch(4, 3), Launch(4, 3)),
-    Tiles(64, 64, 128, 1024, 8, 64, 64, Launch(4, 3), Launch(4, 3)),
-    Tiles(128, 64, 128, 1024, 4, 64, 64, Launch(4, 3), Launch(4, 3)),
-    Tiles(1 << 20, 128, 64, 1024, 1, 128, 32, Launch(4, 3), Launch(8, 3)),
+    Tiles(16, 16, 128, 1024, 8, 64, 64, Launch(4, 5), Launch(4, 5), ExtensionTiles(64, 32, 128, Launch(4, 4))),
+    Tiles(64, 64, 128, 1024, 8, 64, 64, Launch(4, 5), Launch(4, 5), ExtensionTiles(64, 32, 128, Launch(4, 3))),
+    Tiles(128, 64, 128, 1024, 4, 64, 64, Launch(4, 3), Launch(4, 3), ExtensionTiles(64, 64, 128, Launch(4, 3))),
+    Tiles(1 << 20, 128, 64, 1024, 1, 128, 32, Launch(4, 3), Launch(8, 3), ExtensionTiles(128, 128, 64, Launch(8, 3))),
 )
 """The product's configurations, by ascending bucket."""
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kernels.descriptors import Blocks, Descriptors
-from kernels.rows import RankRows, build_rank_rows
+from kernels.epilogue import vector_at
+from kernels.rows import ABSENT, RankRows, build_rank_rows
 from kernels.sites import Site
 
 # Odd widths, so that nothing is aligned by luck.
@@ -54,23 +55,44 @@ class World:
             for index, (first, last) in zip(site.slices, site.columns, strict=True)
         }
 
-    def adapters(self, ranks: list[int], *, whole: bool = False) -> Adapters:
-        """Slot i has an adapter of largest rank ranks[i]; unless whole, it lacks modules and has smaller ranks in others."""
+    def adapters(self, ranks: list[int], *, whole: bool = False, epilogue: bool = False) -> Adapters:
+        """Slot i has an adapter of largest rank ranks[i]; unless whole, it lacks modules and has smaller ranks in others.
+
+        With an epilogue, two of three adapters have gains and shifts between 0.5 and 1.5, unless whole in some places only.
+        """
         gap = 2 * (7 + self.align)
         size = sum(rank + 1 for rank in ranks) * NUM_LAYERS * sum(k + n + gap for k, n in self.widths.values()) * 2 + 1024
+        if epilogue:
+            size += len(ranks) * NUM_LAYERS * sum(4 * n + gap for _, n in self.widths.values()) * 2
         arena = torch.full((size,), self.filler, dtype=self.dtype)
         adapters = Adapters(arena, Descriptors(len(ranks), NUM_LAYERS, NUM_SLICES), size // 2)
         used = 3
         for slot, rank in enumerate(ranks):
-            used = self.load(adapters, slot, rank, at=used, whole=whole)
+            used = self.load(adapters, slot, rank, at=used, whole=whole, epilogue=epilogue and slot % 3 != 1)
         assert used <= adapters.spare
         return adapters
 
-    def load(self, adapters: Adapters, slot: int, rank: int, *, at: int, whole: bool = False, value: float | None = None) -> int:
+    def load(
+        self,
+        adapters: Adapters,
+        slot: int,
+        rank: int,
+        *,
+        at: int,
+        whole: bool = False,
+        value: float | None = None,
+        epilogue: bool = False,
+    ) -> int:
         """Writes an adapter at an offset of the arena and points the slot at it; returns the first free offset."""
         shape = (NUM_LAYERS, NUM_SLICES)
+        gain_offset, shift_offset = np.full(shape, ABSENT, np.int64), np.full(shape, ABSENT, np.int64)
         blocks = Blocks(
-            np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+            np.zeros(shape, np.int64),
+            np.zeros(shape, np.int64),
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.float32),
+            gain_offset,
+            shift_offset,
         )
         full = (int(self.rng.integers(NUM_LAYERS)), int(self.rng.integers(NUM_SLICES)))
         for layer in range(NUM_LAYERS):
@@ -84,11 +106,16 @@ class World:
                     rows = torch.randn(here * width, generator=self.torch_rng)
                     adapters.arena[at : at + here * width] = rows if value is None else value
                     at += here * width + 7
+                for offsets in (gain_offset, shift_offset) if epilogue else ():
+                    if whole or self.rng.random() < 0.6:
+                        at = offsets[layer, index] = -(-at // max(self.align, 4)) * max(self.align, 4)
+                        vector_at(adapters.arena, at, n)[:] = torch.rand(n, generator=self.torch_rng) + 0.5
+                        at += 4 * n // adapters.arena.element_size() + 7
         adapters.descriptors.set(slot, blocks)
         return at
 
-    def row_slot(self, num_rows: int, num_slots: int, popularity: str) -> np.ndarray:
-        """Slots of the rows, shuffled; about every fifth row is a base row except in `distinct` and `none`."""
+    def row_slot(self, num_rows: int, num_slots: int, popularity: str, *, base_rows: bool = True) -> np.ndarray:
+        """Slots of the rows, shuffled; with base rows about every fifth is one, except in `distinct` and `none`."""
         rows = {
             "none": np.full(num_rows, -1),
             "one": np.full(num_rows, num_slots - 1),
@@ -97,7 +124,7 @@ class World:
             "zipf": np.minimum(self.rng.zipf(1.3, num_rows) - 1, num_slots - 1),
             "skewed": np.maximum(np.arange(num_rows) - num_rows + num_slots, 0),
         }[popularity]
-        if popularity not in ("none", "distinct"):
+        if base_rows and popularity not in ("none", "distinct"):
             rows = np.where(self.rng.random(num_rows) < 0.2, -1, rows)
         return self.rng.permutation(rows).astype(np.int32)
 

@@ -14,6 +14,7 @@ from benchmarks import gpu_parts
 from benchmarks.gpu_check import NO_DEVICE, PARTS, Figure, Outcome, Part, check, lines, run_part
 from benchmarks.gpu_world import BaseModel, build_adapters, error_over_bound
 from benchmarks.roofline import LLAMA_7B, Shapes, floor_ratio
+from kernels.gpu.paths import Path
 from tests.test_layers import DEVICE_LIBRARIES, import_watched
 
 TINY = Shapes(num_layers=1, hidden=64, kv=32, mlp=96, vocab=48)
@@ -107,18 +108,55 @@ def test_the_comparison_sees_an_error():
     assert error_over_bound(out, y, x, **judged) > 1
 
 
-@pytest.mark.parametrize("form", ["in_place", "first"])
-def test_a_step_of_either_form_gives_what_the_other_gives(form):
+@pytest.mark.parametrize("path", list(Path))
+def test_a_step_by_every_path_gives_what_the_plain_one_gives(path):
     torch.manual_seed(1)
     adapters = build_adapters(TINY, count=2, rank=8, device="cpu")
-    low_rank = adapters.low_rank(max_rows=3)
+    low_rank = adapters.low_rank(max_rows=3, path=path)
     low_rank.begin_step(adapters.rows(3))
     model = BaseModel(TINY, device="cpu")
     base = model.step("base", low_rank, num_rows=3)
     base()
-    mixed = replace(base, form=form, y={site: torch.full_like(y, torch.nan) for site, y in base.y.items()})
+    mixed = replace(base, form="adapters", y={site: torch.full_like(y, torch.nan) for site, y in base.y.items()})
     mixed()
     for site, y in base.y.items():
         expected = y.clone()
         low_rank.add_(expected, base.x[site], layer=0, site=site)
         torch.testing.assert_close(mixed.y[site], expected, rtol=2**-6, atol=2**-8)
+
+
+def test_mixes_are_measured_by_their_paths_beside_the_floor_of_their_bytes():
+    steps = []
+
+    def time_ms(step):
+        steps.append(step.form)
+        step()
+        return 2.0 if step.form == "base" else 3.0
+
+    mixes = (gpu_parts.Mix(2, 8), gpu_parts.Mix(2, 8, is_fp8=True))
+    found = gpu_parts._mixes(
+        BaseModel(TINY, device="cpu"),
+        mixes,
+        num_rows=4,
+        paths=(Path.BESIDE, Path.EXTENSION),
+        shapes=TINY,
+        device="cpu",
+        time_ms=time_ms,
+    )
+    base, *ratios = found
+    assert (base.id, base.value) == ("base_4_rows_ms", 2.0)
+    assert steps == ["base", "base"] + 4 * ["adapters"]
+    assert [figure.id for figure in ratios] == [
+        f"2_adapters_rank_8{suffix}_4_rows_{path}" for suffix in ("", "_fp8") for path in ("beside", "extension")
+    ]
+    assert {figure.value for figure in ratios} == {1.5}
+    assert ratios[2].floor - 1 == pytest.approx((ratios[0].floor - 1) / 2)
+
+
+def test_our_base_product_is_measured_with_an_empty_list():
+    torch.manual_seed(2)
+    site = TINY.sites[0]
+    x, weight = torch.randn(5, 64).bfloat16(), torch.randn(128, 64).bfloat16()
+    y = torch.full((5, 128), torch.nan, dtype=torch.bfloat16)
+    gpu_parts._our_products(y, x, [weight], site=site, shapes=TINY)()
+    torch.testing.assert_close(y, x @ weight.t(), rtol=2**-6, atol=2**-6)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import pathlib
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
+import kernels.gpu.epilogue
 import kernels.gpu.expand
-import kernels.gpu.low_rank
-import kernels.gpu.metadata
+import kernels.gpu.extension
+import kernels.gpu.launches
 import kernels.gpu.shrink
 from kernels.gpu.metadata import StepMetadata
+from kernels.gpu.paths import Path
+from tests.kernels.gpu.tape import Tape, replays_follow_the_metadata
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,8 @@ MUTANTS = (
     Mutant(
         "mask multiplied",
         "shrink",
-        "tl.where(own[:, None] & (offs_j < num_live)[None, :], acc * tl.load(scale_ptr + block), 0.0)",
-        "acc * tl.load(scale_ptr + block) * own.to(tl.float32)[:, None]",
+        "tl.where(own[:, None] & (offs_j < num_live)[None, :], acc, 0.0)",
+        "acc * own.to(tl.float32)[:, None]",
     ),
     Mutant("wrong slot", "shrink", "slot = tl.load(item_slot_ptr + item)", "slot = tl.load(item_slot_ptr + item) ^ 1"),
     Mutant("wrong layer", "shrink", "(slot * num_layers + layer)", "(slot * num_layers + 1 - layer)"),
@@ -44,12 +49,12 @@ MUTANTS = (
         "tl.store(h_tile, tl.zeros((BLOCK_M, BLOCK_J), h_ptr.dtype.element_ty))",
         "pass",
     ),
-    Mutant("dead entries keep their row", "shrink", "tl.where(offs_j < num_live, b_rows, -1)", "b_rows"),
+    Mutant("dead entries keep their row", "shrink", "tl.where(offs_j < num_live, b_rows // 16, -1)", "b_rows // 16"),
     Mutant(
         "scale twice",
         "shrink",
-        "acc * tl.load(scale_ptr + block)",
-        "acc * tl.load(scale_ptr + block) * tl.load(scale_ptr + block)",
+        "acc *= tl.load(scale_ptr + block)",
+        "acc *= tl.load(scale_ptr + block) * tl.load(scale_ptr + block)",
     ),
     Mutant(
         "offset of A in 32 bits",
@@ -87,13 +92,38 @@ MUTANTS = (
         "mask_m[:, None] & (offs_n < width)[None, :]",
         "mask_m[:, None] & (offs_n >= 0)[None, :]",
     ),
+    Mutant("rows past the batch written", "extension", "mask = (rows < num_rows)[:, None]", "mask = (rows >= 0)[:, None]"),
+    Mutant(
+        "K cut short in the base product", "extension", "range(0, in_features, BLOCK_K)", "range(BLOCK_K, in_features, BLOCK_K)"
+    ),
+    Mutant("K read past its end", "extension", "mask_k = offs_k < in_features", "mask_k = offs_k >= 0"),
+    Mutant("list left out of the extension", "extension", "acc, first, last, pid_s", "acc, first, first, pid_s"),
+    Mutant(
+        "weights of the first slice",
+        "extension",
+        "columns.to(tl.int64)[None, :] * weight_stride",
+        "offs_n[None, :] * weight_stride",
+    ),
+    Mutant("bias of the first slice", "extension", "bias_ptr + columns", "bias_ptr + offs_n"),
+    Mutant("gain left out", "epilogue", "y *= tl.load(gain + offs_n, mask=mask_n, other=0.0)", "pass"),
+    Mutant("shift read where there is none", "epilogue", "if shift_offset >= 0:", "if gain_offset >= 0:"),
+    Mutant("gain of another layer", "epilogue", "* num_layers + layer)", "* num_layers + 1 - layer)"),
+    Mutant("epilogue on one row only", "epilogue", "row = tl.load(epilogue_row_ptr + i)", "row = tl.load(epilogue_row_ptr)"),
+    Mutant("epilogue past its columns", "epilogue", "mask_n = offs_n < width", "mask_n = offs_n >= 0"),
+    Mutant(
+        "factors of the first block",
+        "shrink",
+        "+ first_rank + offs_j\n                    acc",
+        "+ offs_j\n                    acc",
+    ),
+    Mutant("factors left out", "shrink", "acc *= tl.load(factors, mask=offs_j < num_live, other=0.0)[None, :]", "pass"),
     Mutant("rows past the batch written", "expand", "mask_m = rows < num_rows", "mask_m = rows >= 0"),
     Mutant("first column ignored", "expand", "tl.multiple_of(tl.load(site + 1), 16) + offs_n", "offs_n"),
 )
 
 
 def kernel_text(name):
-    return Path(getattr(kernels.gpu, name).__file__).read_text(encoding="utf-8")
+    return pathlib.Path(getattr(kernels.gpu, name).__file__).read_text(encoding="utf-8")
 
 
 def mutated(mutant, folder):
@@ -108,16 +138,22 @@ def mutated(mutant, folder):
     return getattr(module, mutant.kernel)
 
 
-def trial(judge, gpu_world, rank_rows, gpu_sites):
+def trial(judge, gpu_world, in_fp8, rank_rows, gpu_sites):
     """A few small comparisons, as in test_low_rank.py; raises where the kernels are wrong."""
     world = gpu_world(11, torch.float32)
-    adapters = world.adapters([5, 16, 3, 24])
+    adapters = world.adapters([5, 16, 3, 24], epilogue=True)
     low_rank = judge.build(adapters, max_split=4)
     for step, row_slot in enumerate(([0, 1, 2, 2, -1, 0, 3], [0] * 40 + [3] * 30 + [2, -1])):
         rows = rank_rows(adapters, np.array(row_slot, dtype=np.int32))
-        for layer in (0, 1):
-            for site in (gpu_sites[0], gpu_sites[3]):
-                judge.check(world, adapters, low_rank, rows, layer=layer, site=site, in_place=step == 0 or layer == 0)
+        for layer, site in itertools.product((0, 1), gpu_sites[::3]):
+            judge.check(world, adapters, low_rank, rows, layer=layer, site=site, beside=step == 0)
+    adapters = world.adapters([5, 16, 3, 24], whole=True, epilogue=True)
+    rows = rank_rows(adapters, np.array([3, 0, 1, -1, 2, 0, 3], dtype=np.int32))
+    for path, site in itertools.product((Path.EXTENSION, Path.FIRST), gpu_sites[::3]):
+        judge.check_site(world, adapters, judge.build(adapters, path=path), rows, layer=1, site=site, bias=True)
+    codes, wide = in_fp8(world, adapters)
+    low_rank = judge.build(codes, path=Path.EXTENSION, dtype=torch.float32)
+    judge.check_site(world, codes, low_rank, rows, layer=0, site=gpu_sites[0], wide=wide)
     neighbours(judge, gpu_world, rank_rows, gpu_sites)
     far_offsets(judge, gpu_world, rank_rows, gpu_sites)
 
@@ -152,18 +188,21 @@ def far_offsets(judge, gpu_world, rank_rows, gpu_sites):
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 class TestMutants:
-    """Planted faults."""
+    """Planted faults; prints how many of them were seen."""
 
-    def test_without_a_mutant_the_trial_passes(self, judge, gpu_world, rank_rows, gpu_sites):
-        trial(judge, gpu_world, rank_rows, gpu_sites)
+    caught: ClassVar[list[str]] = []
+
+    def test_without_a_mutant_the_trial_passes(self, judge, gpu_world, in_fp8, rank_rows, gpu_sites):
+        trial(judge, gpu_world, in_fp8, rank_rows, gpu_sites)
 
     @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-    def test_a_mutant_is_caught(self, judge, gpu_world, rank_rows, gpu_sites, monkeypatch, tmp_path, mutant):
-        monkeypatch.setattr(kernels.gpu.low_rank, mutant.kernel, mutated(mutant, tmp_path))
+    def test_a_mutant_is_caught(self, judge, gpu_world, in_fp8, rank_rows, gpu_sites, monkeypatch, tmp_path, mutant):
+        monkeypatch.setattr(kernels.gpu.launches, mutant.kernel, mutated(mutant, tmp_path))
         with pytest.raises(AssertionError):
-            trial(judge, gpu_world, rank_rows, gpu_sites)
+            trial(judge, gpu_world, in_fp8, rank_rows, gpu_sites)
+        self.caught.append(mutant.name)
 
-    def test_stale_metadata_is_caught(self, judge, gpu_world, rank_rows, gpu_sites, monkeypatch):
+    def test_stale_metadata_at_replay_is_caught(self, judge, gpu_world, in_fp8, rank_rows, gpu_sites, monkeypatch):
         fill, steps = StepMetadata.fill, []
 
         def fill_with_the_last(self, *step):
@@ -172,7 +211,14 @@ class TestMutants:
 
         monkeypatch.setattr(StepMetadata, "fill", fill_with_the_last)
         with pytest.raises(AssertionError):
-            trial(judge, gpu_world, rank_rows, gpu_sites)
+            replays_follow_the_metadata(judge, gpu_world, rank_rows, gpu_sites, Tape(monkeypatch))
+        self.caught.append("stale metadata at replay")
+
+    def test_all_were_caught(self, capsys):
+        planted = len(MUTANTS) + 1
+        with capsys.disabled():
+            print(f"\nmutants of the GPU kernels: {len(self.caught)} of {planted} caught")
+        assert len(self.caught) == planted
 
 
 def test_every_mutant_still_fits_the_kernels():
