@@ -67,13 +67,13 @@ class AttentionItems:
         rows: int32 [D, 4]: tokens of the sequence, tokens of a split, first entry of `pages`, 0.
         items: int32 [splits], row · MAX_SPLITS + split; all splits of a row follow each other.
         tiles: int32 [tiles, 4]: first row, rows, position of the first row, first entry of `pages`; longest work first.
-        pages: int32, the pages of all sequences.
+        pages: int64, the pages of all sequences.
     """
 
     rows: Int32
     items: Int32
     tiles: Int32
-    pages: Int32
+    pages: Integers
 
 
 def split_tokens(lengths: Integers, least: int) -> Integers:
@@ -113,5 +113,5 @@ def build_attention_items(step: AttentionRows, *, least_split: int, tile_rows: i
         rows=rows,
         items=items.astype(np.int32),
         tiles=listed[np.argsort(-(listed[:, 1] + listed[:, 2]), kind="stable")],
-        pages=np.concatenate((step.pages.ravel(), *(chunk.pages for chunk in step.chunks))).astype(np.int32),
+        pages=np.concatenate((step.pages.ravel(), *(chunk.pages for chunk in step.chunks))),
     )

@@ -37,14 +37,14 @@ class AttentionMetadata:
     def __init__(self, *, max_rows: int, max_sequences: int, max_pages: int, max_tiles: int, device: torch.device) -> None:
         words = (
             *(1, 1, 1, 2 * max_rows),
-            *(4 * max_sequences, MAX_SPLITS * max_sequences, 4 * max_tiles, max_pages * max_sequences),
+            *(4 * max_sequences, MAX_SPLITS * max_sequences, 4 * max_tiles, 2 * max_pages * max_sequences),
         )
         *starts, end = itertools.accumulate((-(-size // _SECTION) * _SECTION for size in words), initial=0)
         self._pages_start, self._on_cuda = starts[-1], device.type == "cuda"
         self._device = torch.zeros(end, dtype=torch.int32, device=device)
         parts = [self._device[start : start + size] for start, size in zip(starts, words, strict=True)]
-        self.num_rows, self.num_items, self.num_tiles, kv_rows, self.rows, self.items, self.tiles, self.pages = parts
-        self.kv_rows = kv_rows.view(torch.int64)
+        self.num_rows, self.num_items, self.num_tiles, kv_rows, self.rows, self.items, self.tiles, pages = parts
+        self.kv_rows, self.pages = kv_rows.view(torch.int64), pages.view(torch.int64)
         self._hosts = [torch.zeros(end, dtype=torch.int32, pin_memory=self._on_cuda) for _ in range(2)]
         self._sections = [
             [host.numpy()[start : start + size] for start, size in zip(starts, words, strict=True)] for host in self._hosts
@@ -59,11 +59,12 @@ class AttentionMetadata:
         if copied is not None:
             copied.synchronize()
         counts = (kv_rows.size, items.items.size, len(items.tiles))
-        values: tuple[npt.ArrayLike, ...] = (*counts, kv_rows.view(np.int32), items.rows, items.items, items.tiles, items.pages)
+        pages = items.pages.view(np.int32)
+        values: tuple[npt.ArrayLike, ...] = (*counts, kv_rows.view(np.int32), items.rows, items.items, items.tiles, pages)
         for section, value in zip(self._sections[self._turn], values, strict=True):
             flat: npt.NDArray[Any] = np.ravel(value)
             section[: flat.size] = flat
-        end = self._pages_start + items.pages.size
+        end = self._pages_start + pages.size
         self._device[:end].copy_(self._hosts[self._turn][:end], non_blocking=True)
         if self._on_cuda:
             event = self._copied[self._turn] = copied or torch.cuda.Event()

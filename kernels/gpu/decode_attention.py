@@ -88,7 +88,7 @@ def decode_attention(
         arrived_ptr: int32 [items, KV_HEADS], zero before and after.
         row_ptr: int32 [rows, 4]: tokens of the sequence, tokens of a split, where its pages start in the page lists, unused.
         item_ptr: int32 [items], row · MAX_SPLITS + split; the splits of a row follow each other.
-        page_ptr: int32, page lists.
+        page_ptr: int64, page lists.
         count_ptr: int32 [1], items of the step.
         window: Tokens that a row sees, itself included.
         DEPENDENT: It is launched before the append in front of it ends.
@@ -122,7 +122,7 @@ def decode_attention(
             for n in range(begin, end, BLOCK_N):
                 tokens = n + offs_n
                 seen = (tokens >= first) & (tokens < end)
-                page = tl.load(pages + n // PAGE_SIZE + offs_n // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
+                page = tl.load(pages + n // PAGE_SIZE + offs_n // PAGE_SIZE, mask=seen, other=0)
                 places = page * page_stride + offs_n % PAGE_SIZE * (KV_HEADS * HEAD_DIM)
                 k = tl.load(keys + places[None, :] + offs_d[:, None], mask=seen[None, :] & mask_d[:, None], other=0.0)
                 v = tl.load(values + places[:, None] + offs_d[None, :], mask=seen[:, None] & mask_d[None, :], other=0.0)

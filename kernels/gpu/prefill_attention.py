@@ -44,7 +44,7 @@ def prefill_attention(
         kv_ptr: The cache, [pages, layers, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM], page stride page_stride.
         tile_ptr: int32 [tiles, 4]: first row of the batch, rows, position of the first row, where the sequence's pages start in
             the page lists.
-        page_ptr: int32, page lists.
+        page_ptr: int64, page lists.
         count_ptr: int32 [1], tiles of the step.
         window: Tokens that a row sees, itself included.
         DEPENDENT: It is launched before the append in front of it ends.
@@ -75,7 +75,7 @@ def prefill_attention(
         for n in range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
             tokens = n + offs_n
             reached = (tokens >= first) & (tokens < end)
-            page = tl.load(pages + n // PAGE_SIZE + offs_n // PAGE_SIZE, mask=reached, other=0).to(tl.int64)
+            page = tl.load(pages + n // PAGE_SIZE + offs_n // PAGE_SIZE, mask=reached, other=0)
             places = page * page_stride + offs_n % PAGE_SIZE * (KV_HEADS * HEAD_DIM)
             k = tl.load(keys + places[None, :] + offs_d[:, None], mask=reached[None, :] & mask_d[:, None], other=0.0)
             v = tl.load(values + places[:, None] + offs_d[None, :], mask=reached[:, None] & mask_d[None, :], other=0.0)
