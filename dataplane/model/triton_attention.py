@@ -57,6 +57,11 @@ class TritonAttention:
         )
         self._windows = [layer.window for layer in config.layers]
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory on the device beside the cache; known without any where the cache is on the device `meta`."""
+        return self._paged.scratch_bytes
+
     def begin_step(self, batch: Batch) -> None:
         """Lists the step's work on the host and sends it to the device."""
         host = batch.host or batch

@@ -122,6 +122,12 @@ class PagedAttention:
         self._programs = tiles.waves * gpu.num_multiprocessors
         self._num_items = self._num_tiles = 0
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory on the device beside the cache."""
+        scratch = (self._parts, self._best, self._totals, self._arrived)
+        return self._metadata.size_bytes + sum(each.numel() * each.element_size() for each in scratch)
+
     def begin_step(self, step: AttentionRows) -> None:
         """Sends the step's metadata to the device; call it once before the step's first layer."""
         assert step.kv_rows.size <= self._max_rows, f"{step.kv_rows.size} rows of {self._max_rows}"

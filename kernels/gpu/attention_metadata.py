@@ -52,6 +52,11 @@ class AttentionMetadata:
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory on the device."""
+        return self._device.numel() * self._device.element_size()
+
     def fill(self, kv_rows: Integers, items: AttentionItems) -> None:
         """Writes a step's work and starts its copy on the current stream."""
         self._turn ^= 1

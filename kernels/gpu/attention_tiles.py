@@ -43,7 +43,7 @@ class AttentionTiles:
 
 ATTENTION_TILES = (
     AttentionTiles(64, 64, 256, 128, 64, Launch(4, 5), Launch(8, 3)),
-    AttentionTiles(128, 64, 256, 128, 64, Launch(4, 5), Launch(8, 3)),
+    AttentionTiles(128, 64, 256, 128, 32, Launch(4, 5), Launch(8, 3)),
     AttentionTiles(256, 32, 256, 64, 32, Launch(4, 5), Launch(8, 2)),
 )
 """For elements of two bytes, by ascending head dimension."""

@@ -116,17 +116,13 @@ class Sequences:
         assert worst <= 1, f"{worst:.2f} times the bound"
 
     def _error_over_bound(self, out: torch.Tensor, sequence: int, end: int, *, layer: int, window: int | None) -> float:
-        """Weights, their numerators' sums and the output are rounded; what a score is off by is a weight's relative error."""
         heads = self.heads
         span = {"layer": layer, "first": 0 if window is None else max(0, end - window), "end": end}
         keys, values = (read_tokens(self.cache, self.pages[sequence], kind=kind, **span) for kind in (0, 1))
         q = self.rows[sequence][end - 1, : heads.num_heads]
-        want = attend(q, keys, values, scale=heads.scale, softcap=heads.softcap)
         roundoff = ROUNDOFF[self.dtype] * (2 if self.dtype is torch.bfloat16 else 1)  # the interpreter cuts off bfloat16
-        of_scores = 2.0**-24 * ((heads.head_dim + 8) * want.score + 8 * (heads.softcap or 0))
-        relative = 2 * roundoff + 2 * of_scores + 2.0**-24 * (len(keys) + 16)
-        bound = roundoff * want.out.abs() + relative[:, None] * want.weight
-        return float(((out.double() - want.out).abs() / bound).nan_to_num(torch.inf).max())
+        want = attend(q, keys, values, scale=heads.scale, softcap=heads.softcap)
+        return want.error_over_bound(out, roundoff=roundoff)
 
 
 def attend_in_nan(attention: PagedAttention, *args, **kwargs) -> torch.Tensor:

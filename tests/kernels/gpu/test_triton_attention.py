@@ -122,3 +122,13 @@ def test_shapes_that_the_kernels_do_not_attend_to_are_refused() -> None:
         kv = PagedKv(form, num_pages=2, page_size=page_size, dtype=torch.float32, device=CPU)
         with pytest.raises(UnsupportedAttentionError, match=message):
             TritonAttention(form, kv, gpu=probe("cpu"), max_rows=8, max_sequences=2, max_context=64)
+
+
+def test_scratch_is_known_without_a_device() -> None:
+    sizes = []
+    for device in (CPU, torch.device("meta")):
+        kv = PagedKv(PLAIN, num_pages=2, page_size=16, dtype=torch.bfloat16, device=device)
+        limits = {"max_rows": 512, "max_sequences": 64, "max_context": 4096}
+        sizes.append(TritonAttention(PLAIN, kv, gpu=probe("cpu"), **limits).scratch_bytes)
+    assert sizes[0] == sizes[1]
+    assert 64 * 16 * 2 * 16 * 32 * 4 < sizes[0] < 20 << 20
