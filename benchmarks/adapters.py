@@ -16,6 +16,7 @@ from benchmarks.loads import measure_copy, measure_load
 from benchmarks.replay import measure_replay, measure_waste
 from benchmarks.report import Row
 from benchmarks.thrash import Scale, measure_ttft, measure_uniform, measure_zipf
+from dataplane.engine.config import EngineConfig
 from demo.prepare import default_folder, prepare
 from veneer.artifact import describe_base
 
@@ -30,7 +31,13 @@ def sections(scale: Scale) -> dict[str, Callable[[], list[Row]]]:
     count, seconds = (20_000, 10.0) if scale is FULL else (4000, 4.0)
     return {
         "hits": lambda: measure_replay(catalogue=scale.catalogue, room=scale.room, count=count),
-        "waste": lambda: measure_waste(base, catalogue=scale.catalogue, room=scale.room, count=count),
+        "waste": lambda: measure_waste(
+            base,
+            catalogue=scale.catalogue,
+            room=scale.room,
+            count=count,
+            unit_bytes=EngineConfig(model_dir="").arena_unit_bytes,
+        ),
         "copy": lambda: measure_copy(ImageFolder(folder, model, rank=16), count=8),
         "load": lambda: asyncio.run(measure_load(images, room=scale.room, seconds=seconds, rounds=scale.rounds)),
         "zipf": lambda: asyncio.run(measure_zipf(images, scale)),

@@ -12,7 +12,6 @@ from benchmarks import traces
 from benchmarks.random_adapters import block_bytes, kind_of
 from benchmarks.report import Row
 from benchmarks.traces import Trace
-from dataplane.engine.config import EngineConfig
 from dataplane.lora.eviction import Policy, Recency, Usage
 from dataplane.lora.holdings import Lease
 from dataplane.lora.residency import Residency
@@ -165,15 +164,14 @@ def measure_replay(*, catalogue: int, room: int, count: int) -> list[Row]:
     ]
 
 
-def measure_waste(base: BaseDescription, *, catalogue: int, room: int, count: int) -> list[Row]:
+def measure_waste(base: BaseDescription, *, catalogue: int, room: int, count: int, unit_bytes: int) -> list[Row]:
     """Replays a trace by Zipf's law over adapters of all sizes, in an arena for so many of the mean size.
 
-    Units are the default's. As many requests as half the room hold leases at a time.
+    As many requests as half the room hold leases at a time.
     """
     blocks = [block_bytes(base, kind_of(number)) for number in range(catalogue)]
-    unit = EngineConfig(model_dir="").arena_unit_bytes
     arena = room * sum(map(sum, blocks)) // catalogue
-    residency = Residency(8 * room, num_units=arena // unit, unit_bytes=unit, quantum_tokens=0)
+    residency = Residency(8 * room, num_units=arena // unit_bytes, unit_bytes=unit_bytes, quantum_tokens=0)
     leases: deque[Lease] = deque()
     extents: list[int] = []
     for number in traces.zipf(catalogue, count, exponent=1.0).tolist():
@@ -191,15 +189,15 @@ def measure_waste(base: BaseDescription, *, catalogue: int, room: int, count: in
         if len(leases) > room // 2:
             residency.release(leases.popleft())
     held = [holding.size_bytes for holding in residency.holdings() if holding.place == "device"]
-    free = arena // unit - residency.units_used
+    free = arena // unit_bytes - residency.units_used
     print(
-        f"arena of {arena / 1e6:.0f} MB in units of {unit >> 10} KiB: {len(held)} adapters, {sum(held) / 1e6:.1f} MB; "
-        f"free {free * unit / 1e6:.1f} MB, the largest extent {residency.largest_hole * unit / 1e6:.1f} MB; a load takes "
-        f"{sum(extents) / len(extents):.2f} extents",
+        f"arena of {arena / 1e6:.0f} MB in units of {unit_bytes >> 10} KiB: {len(held)} adapters, {sum(held) / 1e6:.1f} MB; "
+        f"free {free * unit_bytes / 1e6:.1f} MB, the largest extent {residency.largest_hole * unit_bytes / 1e6:.1f} MB; "
+        f"a load takes {sum(extents) / len(extents):.2f} extents",
         flush=True,
     )
     return [
-        Row("arena_waste", residency.units_used * unit / sum(held), target="<= 1.15"),
+        Row("arena_waste", residency.units_used * unit_bytes / sum(held), target="<= 1.15"),
         Row("arena_largest_free", residency.largest_hole / max(1, free)),
         Row("arena_used", sum(held) / arena),
     ]
