@@ -27,12 +27,13 @@ class Launch:
 
 
 class Tape:
-    """Keeps every launch of the kernels from now on."""
+    """Keeps every launch of the kernels from now on; without `runs` that is all that becomes of them."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, monkeypatch, *, runs: bool = True) -> None:
         self.launches: list[Launch] = []
         for name in KERNELS:
-            monkeypatch.setattr(kernels.gpu.launches, name, _Recorded(name, getattr(kernels.gpu.launches, name), self.launches))
+            recorded = _Recorded(name, getattr(kernels.gpu.launches, name), self.launches, runs)
+            monkeypatch.setattr(kernels.gpu.launches, name, recorded)
 
     def replay(self) -> None:
         """Runs every launch again."""
@@ -45,11 +46,13 @@ class _Recorded:
     name: str
     kernel: Any
     launches: list[Launch]
+    runs: bool
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
             self.launches.append(Launch(self.name, self.kernel, grid, arguments, options))
-            self.kernel[grid](*arguments, **options)
+            if self.runs:
+                self.kernel[grid](*arguments, **options)
 
         return launch
 
