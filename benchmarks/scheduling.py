@@ -138,7 +138,7 @@ def measure_schedule(*, steps: int = 2000, warm_up: int = 300) -> list[Row]:
         filling.append(ran - begun)
         outcome = scheduler.commit(plan, tokens, seconds=0.08)
         taken.append(planned - start + time.perf_counter() - ran)
-        for _ in range(sum(delta.finish is not None for delta in outcome.deltas)):
+        for _ in range(len(outcome.tokens.finishes)):
             add()
         if step == warm_up:
             assert scheduler.num_running > RUNNING - 10, "every seat is taken but those of requests that just ended"

@@ -225,8 +225,8 @@ class EngineClient:
         """Hands events to whom they concern; called by the link, in the event loop."""
         for event in events:
             match event:
-                case Tokens(deltas):
-                    for delta in deltas:
+                case Tokens():
+                    for delta in event.deltas():
                         self._put(delta.request_id, delta)
                 case Failed(request_id, status, message, retry_after_s):
                     error = _STATUSES.get(status, errors.InternalError)(message, retry_after_s=retry_after_s)

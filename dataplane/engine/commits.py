@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat
 from typing import NamedTuple, cast
 
 from dataplane.engine.admission import Admission
-from dataplane.engine.messages import Delta, Failed, FinishReason, NotFinite
+from dataplane.engine.messages import Failed, FinishReason, Logprobs, NotFinite, Tokens
 from dataplane.engine.pace import Pace
-from dataplane.engine.plan import Chosen, Outcome, Plan, Result
+from dataplane.engine.plan import Outcome, Plan, Result
 from dataplane.engine.prefix_cache import PrefixCache
 from dataplane.engine.requests import Requests
 from dataplane.engine.seating import Seating
@@ -39,9 +37,30 @@ class Flight(NamedTuple):
 
 @dataclass(slots=True)
 class _News:
-    deltas: list[Delta] = field(default_factory=list)
+    """What a step brought, as far as it is taken; the columns of `Tokens` first."""
+
+    request_ids: list[str] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)
+    finishes: list[tuple[int, FinishReason]] = field(default_factory=list)
+    logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, tuple[Logprobs, ...]]] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     not_finite: list[NotFinite] = field(default_factory=list)
+
+    def outcome(self) -> Outcome:
+        """Returns it as a record."""
+        tokens = Tokens(
+            tuple(self.request_ids),
+            tuple(self.indexes),
+            tuple(self.ids),
+            tuple(self.prompt_tokens),
+            tuple(self.finishes),
+            tuple(self.logprobs),
+            tuple(self.prompt_logprobs),
+        )
+        return Outcome(tokens, tuple(self.failed), tuple(self.not_finite))
 
 
 class Commits:
@@ -80,7 +99,7 @@ class Commits:
             elif sequence.is_ahead and sequence.phase is not Phase.ENDED:
                 self._prefix.keep(sequence, rows.start + rows.count)
         self._seating.clear()
-        return Outcome(tuple(news.deltas), tuple(news.failed), tuple(news.not_finite))
+        return news.outcome()
 
     def _take_decodes(self, flight: Flight, results: Seq[Result], news: _News) -> None:
         """Takes the results of decode rows: together where each is just a token of a request that goes on."""
@@ -98,20 +117,13 @@ class Commits:
             sequence.tokens.append(token)
             if token in sequence.stops:
                 ends[row] = "stop"
-        columns = zip(
-            [sequence.request_id for sequence in sequences],
-            decodes.picks.sample_indexes.tolist(),
-            zip(tokens),
-            repeat(None),
-            [sequence.num_prompt for sequence in sequences],
-            repeat(()),
-            repeat(()),
-        )
-        deltas: list[Delta] = list(map(partial(tuple.__new__, Delta), columns))
-        for row, finish in ends.items():
-            deltas[row] = deltas[row]._replace(finish=finish)
+        for row in ends:
             self._end(sequences[row])
-        news.deltas += deltas
+        news.request_ids += [sequence.request_id for sequence in sequences]
+        news.indexes += decodes.picks.sample_indexes.tolist()
+        news.ids += tokens
+        news.prompt_tokens += [sequence.num_prompt for sequence in sequences]
+        news.finishes += ends.items()
 
     def _take(self, sequence: Sequence, result: Result, news: _News, *, num_computed: int) -> None:
         """Takes what came of one sequence's rows, of which `num_computed` positions are computed now."""
@@ -119,7 +131,7 @@ class Commits:
         if sequence.phase is Phase.ENDED:
             return
         if isinstance(result, int):
-            news.deltas.append(self._append(sequence, result, num_computed=num_computed))
+            self._append(sequence, result, news, num_computed=num_computed)
         elif result is None:
             news.failed.append(Failed(request_id, "INTERNAL", "the model gave values that are not finite"))
             news.not_finite.append(NotFinite(sequence.submit.version, request_id))
@@ -131,23 +143,29 @@ class Commits:
         else:
             sequence.prompt_scores += result.prompt
             if result.token is not None:
-                news.deltas.append(self._append(sequence, result.token, num_computed=num_computed, more=result))
+                if result.logprobs is not None:
+                    news.logprobs.append((len(news.ids), result.logprobs))
+                if sequence.prompt_scores and not sequence.num_output:
+                    news.prompt_logprobs.append((len(news.ids), tuple(sequence.prompt_scores)))
+                self._append(sequence, result.token, news, num_computed=num_computed)
 
-    def _append(self, sequence: Sequence, token: int, *, num_computed: int, more: Chosen | None = None) -> Delta:
+    def _append(self, sequence: Sequence, token: int, news: _News, *, num_computed: int) -> None:
         """Takes a token whose row led to finite logits; names the pages that are full now, and ends what it ends."""
         self._prefix.keep(sequence, num_computed)
-        index = sequence.num_output
-        sequence.tokens.append(token)
         finish: FinishReason | None = None
         if token in sequence.stops:
             finish = "stop"
-        elif len(sequence.tokens) >= sequence.last:
+        elif len(sequence.tokens) + 1 >= sequence.last:
             finish = "length"
         if finish is not None:
+            news.finishes.append((len(news.ids), finish))
+        news.request_ids.append(sequence.request_id)
+        news.indexes.append(sequence.num_output)
+        news.ids.append(token)
+        news.prompt_tokens.append(sequence.num_prompt)
+        sequence.tokens.append(token)
+        if finish is not None:
             self._end(sequence)
-        logprobs = () if more is None or more.logprobs is None else (more.logprobs,)
-        scores = () if more is None or index else tuple(sequence.prompt_scores)
-        return Delta(sequence.request_id, index, (token,), finish, sequence.num_prompt, logprobs, scores)
 
     def _end(self, sequence: Sequence) -> None:
         self._admission.finished(sequence.num_output)

@@ -33,7 +33,6 @@ from dataplane.engine.messages import (
     State,
     Stop,
     Submit,
-    Tokens,
     Unstage,
 )
 from dataplane.engine.plan import Plan, Result, TokenMask
@@ -174,9 +173,9 @@ class Engine:
         self._watch.lap("run")
         if done is not None:
             outcome = self._scheduler.commit(done.plan, done.results, seconds=done.seconds)
-            self._generated += len(outcome.deltas)
-            if outcome.deltas:
-                events.append(Tokens(outcome.deltas))
+            if outcome.tokens.ids:
+                self._generated += len(outcome.tokens.ids)
+                events.append(outcome.tokens)
             events += outcome.failed
             events += outcome.not_finite
             self._watch.lap("commit")

@@ -7,7 +7,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 _AT_ONCE = 16
 """Pages that a tenant loses before the next one does."""
@@ -20,11 +19,6 @@ class _Account:
     weight: int = 1
     held: int = 0
     kept: OrderedDict[int, int] = field(default_factory=OrderedDict)
-
-
-class _Name(NamedTuple):
-    key: bytes
-    version: str | None
 
 
 class PagePool:
@@ -46,8 +40,9 @@ class PagePool:
         self._free = list(range(num_pages, 0, -1))
         self._refs = [0] * (num_pages + 1)
         self._owner: list[str] = [""] * (num_pages + 1)
+        self._keys: list[bytes | None] = [None] * (num_pages + 1)
+        self._version: list[str | None] = [None] * (num_pages + 1)
         self._accounts: dict[str, _Account] = {}
-        self._names: dict[int, _Name] = {}
         self._index: dict[bytes, int] = {}
         self._num_kept = 0
         self._clock = 0
@@ -121,24 +116,30 @@ class PagePool:
         Where another page has that key already, this one stays without a name.
         """
         assert self._refs[page], "only a held page is named"
-        if key not in self._index and page not in self._names:
-            self._index[key] = page
-            self._names[page] = _Name(key, version)
+        if self._keys[page] is None and self._index.setdefault(key, page) == page:
+            self._keys[page] = key
+            self._version[page] = version
 
     def give_back(self, pages: list[int]) -> None:
-        """Ends the caller's hold of pages and empties its list; what has a name is kept, the end of a chain least long."""
+        """Ends the hold that a sequence has of its pages, and empties its list; what has a name is kept, its end least long."""
+        if not pages:
+            return
+        refs, keys, free = self._refs, self._keys, self._free
+        assert all(refs[page] for page in pages), "a page came back twice"
+        tenant = self._owner[pages[0]]
+        account = self._accounts[tenant]
         for page in reversed(pages):
-            self._refs[page] -= 1
-            assert self._refs[page] >= 0, "a page came back twice"
-            if not self._refs[page]:
-                account = self._accounts[self._owner[page]]
-                account.held -= 1
-                if page in self._names:
-                    self._clock += 1
-                    account.kept[page] = self._clock
-                    self._num_kept += 1
-                else:
-                    self._release(page)
+            refs[page] -= 1
+            if refs[page]:
+                continue
+            account.held -= 1
+            if keys[page] is None:
+                free.append(page)
+            else:
+                self._clock += 1
+                account.kept[page] = self._clock
+                self._num_kept += 1
+        self._forget_if_idle(tenant)
         pages.clear()
 
     def forget(self, version: str | None, tenant: str | None = None) -> None:
@@ -149,16 +150,18 @@ class PagePool:
             tenant: Only this tenant's pages; None for everybody's.
         """
         doomed = [
-            page
-            for page, name in self._names.items()
-            if name.version == version and (tenant is None or self._owner[page] == tenant)
+            (key, page)
+            for key, page in self._index.items()
+            if self._version[page] == version and (tenant is None or self._owner[page] == tenant)
         ]
-        for page in doomed:
-            del self._index[self._names.pop(page).key]
+        for key, page in doomed:
+            del self._index[key]
+            self._keys[page] = None
             if not self._refs[page]:
                 del self._accounts[self._owner[page]].kept[page]
                 self._num_kept -= 1
-                self._release(page)
+                self._free.append(page)
+                self._forget_if_idle(self._owner[page])
 
     def _evict(self, count: int) -> None:
         """Frees kept pages: those of tenants above their shares first, the one most above it first, each tenant's oldest first.
@@ -168,16 +171,15 @@ class PagePool:
         weights = sum(account.weight for account in self._accounts.values())
         over: list[tuple[float, str]] = []
         for name, account in self._accounts.items():
-            if account.kept:
-                excess = account.held + len(account.kept) - self.num_pages * account.weight / weights
-                if excess > 0:
-                    over.append((-excess / account.weight, name))
+            excess = account.held + len(account.kept) - self.num_pages * account.weight / weights
+            if excess > 0 and account.kept:
+                over.append((-excess / account.weight, name))
         heapq.heapify(over)
         while count > 0 and over:
             excess, name = over[0]
             account = self._accounts[name]
             number = min(count, len(account.kept), _AT_ONCE, math.ceil(-excess * account.weight))
-            self._free_oldest(account, number)
+            self._free_oldest(name, number)
             count -= number
             excess += number / account.weight
             if account.kept and excess < 0:
@@ -189,29 +191,26 @@ class PagePool:
         ages = [(next(iter(account.kept.values())), name) for name, account in self._accounts.items() if account.kept]
         heapq.heapify(ages)
         for _ in range(count):
-            _, name = heapq.heappop(ages)
+            _, name = ages[0]
             account = self._accounts[name]
-            self._free_oldest(account, 1)
+            self._free_oldest(name, 1)
             if account.kept:
-                heapq.heappush(ages, (next(iter(account.kept.values())), name))
+                heapq.heapreplace(ages, (next(iter(account.kept.values())), name))
+            else:
+                heapq.heappop(ages)
 
-    def _free_oldest(self, account: _Account, count: int) -> None:
-        """Forgets the contents of a tenant's oldest kept pages, at least one, and puts them among the free ones."""
-        kept, names, index, owner = account.kept, self._names, self._index, self._owner
-        pages = [kept.popitem(last=False)[0] for _ in range(count)]
-        if not account.held and not kept:
-            del self._accounts[owner[pages[0]]]
-        for page in pages:
-            del index[names.pop(page).key]
-            owner[page] = ""
-        self._free += pages
+    def _free_oldest(self, tenant: str, count: int) -> None:
+        """Forgets the contents of a tenant's oldest kept pages, and puts them among the free ones."""
+        kept, keys, index = self._accounts[tenant].kept, self._keys, self._index
+        for _ in range(count):
+            page, _ = kept.popitem(last=False)
+            del index[keys[page]]  # type: ignore[arg-type]  # a kept page has a name
+            keys[page] = None
+            self._free.append(page)
         self._num_kept -= count
+        self._forget_if_idle(tenant)
 
-    def _release(self, page: int) -> None:
-        """Puts a page that is neither held nor kept among the free ones."""
-        owner = self._owner[page]
-        account = self._accounts[owner]
+    def _forget_if_idle(self, tenant: str) -> None:
+        account = self._accounts[tenant]
         if not account.held and not account.kept:
-            del self._accounts[owner]
-        self._owner[page] = ""
-        self._free.append(page)
+            del self._accounts[tenant]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from itertools import repeat, starmap
 from typing import Any, Literal, NamedTuple
 
 MAX_LOGIT_BIAS = 300
@@ -194,7 +195,7 @@ class Logprobs:
 
 
 class Delta(NamedTuple):
-    """New tokens of one request. A named tuple, since a step makes one for each running request.
+    """New tokens of one request, as its reader gets them. A named tuple, since that is the cheapest to make.
 
     Attributes:
         request_id: The request.
@@ -229,9 +230,37 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """All that one step produced."""
+    """All that one step produced: a token each of several requests, in columns, since most rows say nothing more.
 
-    deltas: tuple[Delta, ...]
+    Attributes:
+        request_ids: The requests.
+        indexes: Indexes of the tokens in their outputs.
+        ids: The tokens.
+        prompt_tokens: Tokens of the prompts.
+        finishes: (row, why) of the requests that end with it.
+        logprobs: (row, that of its token) where asked for.
+        prompt_logprobs: (row, those of its prompt) where asked for and the token is the first.
+    """
+
+    request_ids: tuple[str, ...] = ()
+    indexes: tuple[int, ...] = ()
+    ids: tuple[int, ...] = ()
+    prompt_tokens: tuple[int, ...] = ()
+    finishes: tuple[tuple[int, FinishReason], ...] = ()
+    logprobs: tuple[tuple[int, Logprobs], ...] = ()
+    prompt_logprobs: tuple[tuple[int, tuple[Logprobs, ...]], ...] = ()
+
+    def deltas(self) -> list[Delta]:
+        """Returns each request's part."""
+        columns = zip(self.request_ids, self.indexes, zip(self.ids), repeat(None), self.prompt_tokens)
+        deltas = list(starmap(Delta, columns))
+        for row, finish in self.finishes:
+            deltas[row] = deltas[row]._replace(finish=finish)
+        for row, logprobs in self.logprobs:
+            deltas[row] = deltas[row]._replace(logprobs=(logprobs,))
+        for row, prompt_logprobs in self.prompt_logprobs:
+            deltas[row] = deltas[row]._replace(prompt_logprobs=prompt_logprobs)
+        return deltas
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +398,7 @@ def _build(kind: type[Any], fields: dict[str, Any]) -> Any:
     if kind is Submit:
         return Submit(**{**fields, "prompt": tuple(fields["prompt"]), "sampling": _sampling(fields["sampling"])})
     if kind is Tokens:
-        return Tokens(tuple(_delta(delta) for delta in fields["deltas"]))
+        return _tokens(**fields)
     if kind is State:
         holdings = tuple(Holding(**holding) for holding in fields["holdings"])
         seconds = tuple((str(part), float(number)) for part, number in fields["seconds"])
@@ -386,10 +415,13 @@ def _sampling(fields: dict[str, Any]) -> Sampling:
     return Sampling(**{**fields, "stop_token_ids": tuple(fields["stop_token_ids"]), "logit_bias": bias, "bad_words": words})
 
 
-def _delta(fields: list[Any]) -> Delta:
-    request_id, index, ids, finish, prompt_tokens, *scores = fields
-    logprobs, of_prompt = (tuple(map(_logprobs, several)) for several in scores)
-    return Delta(request_id, index, tuple(ids), finish, prompt_tokens, logprobs, of_prompt)
+def _tokens(*, finishes: list[Any], logprobs: list[Any], prompt_logprobs: list[Any], **columns: list[Any]) -> Tokens:
+    return Tokens(
+        **{name: tuple(column) for name, column in columns.items()},
+        finishes=tuple((row, finish) for row, finish in finishes),
+        logprobs=tuple((row, _logprobs(fields)) for row, fields in logprobs),
+        prompt_logprobs=tuple((row, tuple(map(_logprobs, several))) for row, several in prompt_logprobs),
+    )
 
 
 def _logprobs(fields: dict[str, Any]) -> Logprobs:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.engine.messages import Delta, Failed, Logprobs, NotFinite, Sampling
+from dataplane.engine.messages import Failed, Logprobs, NotFinite, Sampling, Tokens
 
 
 class TokenMask(Protocol):
@@ -219,6 +219,6 @@ class Plan:
 class Outcome:
     """What a committed step means for requests."""
 
-    deltas: tuple[Delta, ...]
+    tokens: Tokens
     failed: tuple[Failed, ...]
     not_finite: tuple[NotFinite, ...]

@@ -228,7 +228,7 @@ class Loop:
         return 0.0
 
     def take(self, outcome: Outcome) -> None:
-        for delta in outcome.deltas:
+        for delta in outcome.tokens.deltas():
             output = self.outputs.setdefault(delta.request_id, [])
             assert delta.request_id not in self.finished
             assert delta.index == len(output)
@@ -256,7 +256,7 @@ def assert_idle(scheduler: Scheduler, adapters: FakeAdapters | None = None) -> N
     assert (tenants._num_active, tenants._weights, tenants._parked, list(tenants.active)) == (0, 0, {}, [])
     assert all(tenants.queue_of(name) == (0, 0) for name in tenants._accounts)
     assert scheduler._pool.num_free == scheduler._pool.num_pages
-    assert scheduler._pool.num_kept == len(scheduler._pool._names) == len(scheduler._pool._index)
+    assert scheduler._pool.num_kept == len(scheduler._pool._index)
     assert sum(account.held for account in scheduler._pool._accounts.values()) == 0
     assert sorted(scheduler._seating.seats) == list(range(scheduler._limits.max_sequences))
     if adapters is not None:

@@ -92,7 +92,7 @@ class Ledger:
     def note(self, events: Iterable[Event]) -> None:
         """Takes events as they leave the engine."""
         for event in events:
-            for delta in event.deltas if isinstance(event, Tokens) else ():
+            for delta in event.deltas() if isinstance(event, Tokens) else ():
                 if self.events[delta.request_id]:
                     self.lasting.append(delta.request_id)
                 self.events[delta.request_id] += delta.finish is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.engine.messages import Delta
+from dataplane.engine.messages import Delta, Tokens
 from dataplane.engine.plan import Chosen, Outcome
 from tests.dataplane.engine.driving import FakeAdapters, Loop, assert_idle, make, rows_of, submit
 
@@ -18,7 +18,7 @@ def test_values_that_are_not_finite_end_one_request_only() -> None:
     outcome = scheduler.commit(plan, [None if rows.ids == (1,) else 7 for rows in rows_of(plan)])
     assert [failed.status for failed in outcome.failed] == ["INTERNAL"]
     assert [item.request_id for item in outcome.not_finite] == ["bad"]
-    assert outcome.deltas == (Delta("good", 0, (7,), None, 1),)
+    assert outcome.tokens.deltas() == [Delta("good", 0, (7,), None, 1)]
     assert scheduler.request_ids == ("good",)
 
 
@@ -36,7 +36,7 @@ def test_what_rows_in_flight_use_is_held_until_they_are_committed(ending: str) -
     assert scheduler.request_ids == ()
     assert (len(adapters.leases), scheduler.num_pages_used, scheduler.num_running) == (1, 2, 1)
     assert scheduler.schedule() is None
-    assert scheduler.commit(second, [9]) == Outcome((), (), ())
+    assert scheduler.commit(second, [9]) == Outcome(Tokens(), (), ())
     assert_idle(scheduler, adapters)
 
 
@@ -51,7 +51,7 @@ def test_one_decode_row_that_fails_takes_nothing_from_its_neighbours(odd: Chosen
     assert plan is not None
     assert len(plan.decodes) == 3
     outcome = scheduler.commit(plan, [7, odd, 8])
-    assert [(delta.request_id, delta.index, delta.ids) for delta in outcome.deltas] == [("a", 1, (7,)), ("c", 1, (8,))]
+    assert [(delta.request_id, delta.index, delta.ids) for delta in outcome.tokens.deltas()] == [("a", 1, (7,)), ("c", 1, (8,))]
     assert [failed.request_id for failed in outcome.failed] == ["b"]
     assert scheduler.request_ids == ("a", "c")
     assert scheduler.num_running == 2
@@ -66,6 +66,6 @@ def test_a_stop_token_ends_its_own_request_only_and_the_last_token_allowed_ends_
     loop.turn()
     plan = scheduler.schedule()
     assert plan is not None
-    deltas = scheduler.commit(plan, [7, 7, 7]).deltas
+    deltas = scheduler.commit(plan, [7, 7, 7]).tokens.deltas()
     assert [(delta.request_id, delta.finish) for delta in deltas] == [("stops", "stop"), ("ends", "length"), ("goes on", None)]
     assert scheduler.request_ids == ("goes on",)

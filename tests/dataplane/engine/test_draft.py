@@ -74,7 +74,7 @@ def test_prompt_tokens_are_scored_once_each_however_the_prompt_is_cut(lag: int) 
             pending.append((plan, results))
         if pending and (len(pending) > lag or plan is None):
             outcome = scheduler.commit(*pending.pop(0))
-            for delta in outcome.deltas:
+            for delta in outcome.tokens.deltas():
                 wants = delta.index == 0 and delta.request_id != "plain"
                 assert len(delta.prompt_logprobs) == (89 if wants else 0)
     assert scored == {False: list(prompts["a"][1:]), True: list(prompts["b"][1:])}

@@ -57,12 +57,13 @@ def test_every_page_is_free_held_or_kept_and_none_is_lost(steps: list[tuple[str,
             pool.forget(version)
             named = {page: name for page, name in named.items() if name[1] != version}
         holders = Counter(page for _, pages in held for page in pages)
-        named = {page: name for page, name in named.items() if page in pool._names}
+        named = {page: name for page, name in named.items() if pool._keys[page] is not None}
         assert set(holders) <= set(range(1, 13)), "page 0 is nobody's"
         assert pool.num_free + len(holders) == 12
         kept = {page for page in named if page not in holders}
         assert pool.num_kept == len(kept)
-        assert {page: name.key for page, name in pool._names.items()} == {page: name[0] for page, name in named.items()}
+        assert pool._index == {name[0]: page for page, name in named.items()}
+        assert {page: key for page, key in enumerate(pool._keys) if key} == {page: name[0] for page, name in named.items()}
         for name in ("x", "y", "z"):
             assert pool.held_by(name) == sum(pool._owner[page] == name for page in holders)
         assert all(pool._refs[page] == holders[page] for page in range(1, 13))

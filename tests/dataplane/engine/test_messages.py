@@ -10,6 +10,7 @@ from dataplane.engine.messages import (
     Fail,
     Failed,
     Holding,
+    Logprobs,
     Moved,
     NotFinite,
     Query,
@@ -34,7 +35,10 @@ MESSAGES = [
     Fail("v", "NOT_FOUND", "gone"),
     Query(4),
     Stop(),
-    Tokens((Delta("a", 0, (5, 6), None, 2), Delta("b", 1, (), "stop", 9))),
+    Tokens(
+        ("a", "b"), (0, 1), (5, 6), (2, 9),
+        ((1, "stop"),), ((0, Logprobs(-0.5, ((5, -0.5),))),), ((0, (Logprobs(-1.0), Logprobs(-2.0))),),
+    ),
     Failed("a", "INTERNAL", "two\nlines"),
     Wanted("v"),
     Moved("v", "device", 0.25),
@@ -63,3 +67,9 @@ def test_a_message_survives_one_line(message: object) -> None:
 def test_anything_else_is_no_message(line: bytes) -> None:
     with pytest.raises(ValueError, match="not an engine message"):
         decode(line)
+
+
+def test_tokens_of_a_step_come_apart_by_request() -> None:
+    score, of_prompt = Logprobs(-0.5, ((6, -0.5),)), (Logprobs(-1.0), Logprobs(-2.0))
+    step = Tokens(("a", "b"), (3, 0), (5, 6), (2, 3), ((0, "stop"),), ((1, score),), ((1, of_prompt),))
+    assert step.deltas() == [Delta("a", 3, (5,), "stop", 2), Delta("b", 0, (6,), None, 3, (score,), of_prompt)]

@@ -65,7 +65,7 @@ def test_a_step_planned_before_the_last_one_is_committed_gives_the_same_tokens(
         if plan is not None:
             uncommitted.append((plan, runner.run(plan)))
         if len(uncommitted) > lag or plan is None:
-            for delta in scheduler.commit(*uncommitted.popleft()).deltas:
+            for delta in scheduler.commit(*uncommitted.popleft()).tokens.deltas():
                 outputs.setdefault(delta.request_id, []).extend(delta.ids)
     assert [outputs[str(i)] for i in range(4)] == [plain.greedy(prompt, 12) for prompt in PROMPTS]
     assert scheduler.num_pages_used == 0
@@ -80,7 +80,7 @@ def test_every_dtype_chooses_tokens_that_are_the_likeliest_within_its_precision(
         scheduler.add(submit(str(i), prompt, max_tokens=6), 0.0)
     tokens = {str(i): list(prompt) for i, prompt in enumerate(PROMPTS)}
     while (plan := scheduler.schedule()) is not None:
-        for delta in scheduler.commit(plan, runner.run(plan)).deltas:
+        for delta in scheduler.commit(plan, runner.run(plan)).tokens.deltas():
             logits = plain.logits(tokens[delta.request_id])[-1]
             assert logits.max() - logits[delta.ids[0]] <= tolerance * logits.std()
             tokens[delta.request_id] += delta.ids
