@@ -108,22 +108,18 @@ class Commits:
             for sequence, start, result in zip(sequences, decodes.starts.tolist(), results, strict=True):
                 self._take(sequence, result, news, num_computed=start + 1)
             return
-        tokens = cast("Seq[int]", results)
+        tokens = cast("list[int]", results)
         decoders = self._seating.decoders
-        for row in decoders.filling_page(decodes):
+        for row in decoders.filling_pages(decodes):
             self._prefix.keep(sequences[row], int(decodes.starts[row]) + 1)
-        ends: dict[int, FinishReason] = dict.fromkeys(decoders.reaching_last(decodes), "length")
-        for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
-            sequence.tokens.append(token)
-            if token in sequence.stops:
-                ends[row] = "stop"
-        for row in ends:
-            self._end(sequences[row])
-        news.request_ids += [sequence.request_id for sequence in sequences]
+        ends = decoders.append(decodes, tokens)
+        news.request_ids += decoders.request_ids(decodes)
         news.indexes += decodes.picks.sample_indexes.tolist()
         news.ids += tokens
-        news.prompt_tokens += [sequence.num_prompt for sequence in sequences]
+        news.prompt_tokens += decoders.prompt_tokens(decodes)
         news.finishes += ends.items()
+        for row in ends:
+            self._end(sequences[row])
 
     def _take(self, sequence: Sequence, result: Result, news: _News, *, num_computed: int) -> None:
         """Takes what came of one sequence's rows, of which `num_computed` positions are computed now."""
@@ -168,5 +164,6 @@ class Commits:
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
+        self._prefix.keep(sequence, len(sequence.tokens) - 1)
         self._admission.finished(sequence.num_output)
         self._requests.end(sequence)

@@ -74,7 +74,7 @@ class Draft:
     def add_decodes(self, grow: Callable[[Sequence], int | None]) -> None:
         """Adds a row of each sequence that decodes; `grow` gets one a page more."""
         self._decodes, self._decoding = self._decoders.plan(grow)
-        self.cost += self._decoders.charge(self._decodes, self._decoding)
+        self.cost += self._decoders.charge(self._decodes)
         self.budget -= len(self._decodes)
 
     def add(self, sequence: Sequence, count: int, *, new_pages: Iterable[int] = (), num_shared: int = 0) -> None:
@@ -115,7 +115,7 @@ class Draft:
             slot=sequence.slot if num_base < count else -1,
             start=start,
             count=count,
-            ids=tuple(tokens[start:end]),
+            ids=submit.prompt[start:end] if end <= sequence.num_prompt else tuple(tokens[start:end]),
             new_pages=pages,
             num_pages_before=num_before,
             sampling=sampling if samples else None,

@@ -8,68 +8,10 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Sized
 
-from dataplane.engine.line import Line
-from dataplane.engine.sequence import Lack, Phase, Sequence
+from dataplane.engine.accounts import Account, Ledger
+from dataplane.engine.sequence import Phase, Sequence
 
 _PRUNE_ABOVE = 1024
-
-
-class Account:
-    """One tenant. Changed by `Tenants` and the scheduler only.
-
-    Attributes:
-        name: The tenant.
-        weight: Its share relative to others.
-        service: Virtual service: cost of what it was served over its weight.
-        waiting: Requests that have not run, by priority and then first come first.
-        returning: Preempted requests, oldest first; they come before those that wait.
-        running: Requests that hold a seat, oldest first.
-        unfinished: Running requests whose prompt is not planned to its end.
-        num_parked: Requests that wait but are not in line: their adapter is loading, or they were preempted and their reader is
-            slow.
-        num_queued_tokens: Prompt tokens of all its requests that wait.
-        is_active: Whether it counts: something of it runs or could.
-        num_hungry: Steps in a row in which it waited although it holds less than its share.
-        lacks: What the first of its requests that was passed over in the last step lacked.
-    """
-
-    __slots__ = (
-        "in_heap",
-        "is_active",
-        "lacks",
-        "name",
-        "num_hungry",
-        "num_parked",
-        "num_queued_tokens",
-        "returning",
-        "running",
-        "serial",
-        "service",
-        "unfinished",
-        "waiting",
-        "weight",
-    )
-
-    def __init__(self, name: str, weight: int, serial: int) -> None:
-        self.name = name
-        self.weight = weight
-        self.serial = serial
-        self.service = 0.0
-        self.waiting = Line()
-        self.returning: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.unfinished: list[Sequence] = []
-        self.num_parked = 0
-        self.num_queued_tokens = 0
-        self.num_hungry = 0
-        self.is_active = False
-        self.in_heap = False
-        self.lacks: Lack | None = None
-
-    @property
-    def is_backlogged(self) -> bool:
-        """Whether a request of it waits for nothing but its turn."""
-        return bool(self.waiting or self.returning)
 
 
 class _Parked:
@@ -90,16 +32,23 @@ class Tenants:
     of it is done it is lifted to what was the least when that load was asked for: its credit is what one load cost it.
 
     Source: the virtual token counter (Sheng et al., Fairness in Serving Large Language Models, 2024), with other prices.
+
+    Attributes:
+        ledger: What of them is compared in every step; others charge there, and read.
+        num_waiting: Requests that wait, in line or not.
+        weights: Sum of the eligible tenants' weights.
     """
 
     def __init__(self) -> None:
+        self.ledger = Ledger()
         self._accounts: dict[str, Account] = {}
+        self._going: set[Account] = set()
         self._heap: list[tuple[float, int, Account]] = []
         self._parked: dict[str, _Parked] = {}
         self._clock = 0.0
         self._num_accounts = 0
         self._num_active = 0
-        self._weights = 0
+        self.weights = 0
         self._prune_above = _PRUNE_ABOVE
         self.num_waiting = 0
 
@@ -132,12 +81,12 @@ class Tenants:
 
     def share(self, account: Account) -> float:
         """Returns the part of everything that an eligible tenant is entitled to."""
-        return account.weight / (self._weights if account.is_active else self._weights + account.weight)
+        return account.weight / (self.weights if account.is_active else self.weights + account.weight)
 
     def share_of(self, tenant: str, weight: int) -> float:
         """Returns the part that a tenant would be entitled to if it were eligible."""
         account = self._accounts.get(tenant)
-        others = self._weights - (account.weight if account is not None and account.is_active else 0)
+        others = self.weights - (account.weight if account is not None and account.is_active else 0)
         return weight / (others + weight)
 
     def push(self, sequence: Sequence) -> None:
@@ -146,9 +95,9 @@ class Tenants:
         account = self._accounts.get(submit.tenant)
         if account is None:
             self._num_accounts += 1
-            account = self._accounts[submit.tenant] = Account(submit.tenant, submit.weight, self._num_accounts)
+            account = self._accounts[submit.tenant] = Account(submit.tenant, submit.weight, self._num_accounts, self.ledger)
         elif account.weight != submit.weight:
-            self._weights += (submit.weight - account.weight) * account.is_active
+            self.weights += (submit.weight - account.weight) * account.is_active
             account.weight = submit.weight
         sequence.account = account
         account.waiting.push(sequence)
@@ -162,6 +111,8 @@ class Tenants:
         self._take_out(sequence)
         bisect.insort(account.running, sequence, key=_order)
         account.unfinished.append(sequence)
+        self._going.add(account)
+        account.enter()
 
     def stop(self, sequence: Sequence, *, returns: bool) -> None:
         """Notes that a request runs no more; a preempted one waits again, before all others that have not run."""
@@ -202,6 +153,7 @@ class Tenants:
         account = sequence.account
         if sequence.is_unfinished:
             account.unfinished.append(sequence)
+            self._going.add(account)
         elif sequence.phase is Phase.WAITING:
             account.num_parked -= 1
             bisect.insort(account.returning, sequence, key=_order)
@@ -259,36 +211,41 @@ class Tenants:
         While others wait, a tenant that has an unfinished prompt starts no other. The caller charges, starts, parks or passes
         over what was just yielded, and changes nothing else; who is passed over is paid for in this call's order only.
         """
-        heap = [
-            (account.service, account.serial, account, 0.0)
-            for account in self._accounts.values()
-            if account.unfinished or (seats and (account.waiting or account.returning))
-        ]
-        heapq.heapify(heap)
-        num_backlogged = 0
+        ledger = self.ledger
+        self._going = {account for account in self._going if account.unfinished}
+        going = sorted(self._going, key=_place)
+        had_seats = bool(seats)
+        later = ledger.fairest_first(going) if had_seats and self.num_waiting else iter(going)
+        heap: list[tuple[float, int, Account, float]] = []  # those that were looked at, and the first of the others
+        num_backlogged, num_done = 0, 0
         lines: dict[str, Iterator[Sequence]] = {}
         num_new = 0
-        had_seats = bool(seats)
+        _push_next(heap, later)
         while heap:
             if had_seats and not seats:  # nobody starts any more: all tenants but those that go on are done with
                 had_seats = False
-                heap = [entry for entry in heap if entry[2].unfinished]
+                heap = [entry for entry in heap if entry[2].unfinished and entry[2].name in lines]
                 heapq.heapify(heap)
+                later = (account for account in going if account.name not in lines)
+                _push_next(heap, later)
                 continue
             _, serial, account, debt = heap[0]
             line = lines.get(account.name)
             if line is None:
                 line = lines[account.name] = _ahead(account)
+                _push_next(heap, later)
             sequence = next(line, None)
             if sequence is None:
                 heapq.heappop(heap)
+                num_done += account.is_backlogged
                 continue
             is_new = sequence.phase is Phase.WAITING
             num_new += is_new
             if is_new and account.unfinished and not num_backlogged:
-                num_backlogged = sum(other.is_backlogged for _, _, other, _ in heap)
+                num_backlogged = ledger.num_backlogged - num_done
             if is_new and (not seats or num_new > max_scan or (account.unfinished and num_backlogged > 1)):
                 heapq.heappop(heap)
+                num_done += account.is_backlogged
                 continue
             yield sequence
             if is_new and sequence.phase is Phase.WAITING:
@@ -296,25 +253,27 @@ class Tenants:
             heapq.heapreplace(heap, (account.service + debt, serial, account, debt))
 
     def _activate(self, account: Account, floor: float | None) -> None:
+        account.enter()
         if account.is_active:
             return
         account.service = max(account.service, self.least() if floor is None else floor)
         account.is_active = True
-        account.num_hungry = 0
+        self.ledger.num_hungry[account.row] = 0
         self._num_active += 1
-        self._weights += account.weight
+        self.weights += account.weight
         if not account.in_heap:
             account.in_heap = True
             heapq.heappush(self._heap, (account.service, account.serial, account))
 
     def _settle(self, account: Account) -> None:
         """Ends a tenant's eligibility when nothing of it runs or could, and forgets it when nothing of it is left to know."""
+        account.enter()
         if account.running or account.waiting or account.returning:
             return
         if account.is_active:
             account.is_active = False
             self._num_active -= 1
-            self._weights -= account.weight
+            self.weights -= account.weight
             if not self._num_active:
                 self._clock = account.service
         if not account.num_parked and account.service <= self.least():
@@ -333,7 +292,8 @@ class Tenants:
         self._prune_above = max(_PRUNE_ABOVE, 2 * len(self._accounts))
 
     def _forget(self, account: Account) -> None:
-        self._accounts.pop(account.name, None)
+        if self._accounts.pop(account.name, None) is account:
+            self.ledger.close(account)
 
     def _take_out(self, sequence: Sequence) -> None:
         account = sequence.account
@@ -357,6 +317,17 @@ class Tenants:
         if not parked:
             del self._parked[version]
         sequence.is_parked = False
+
+
+def _push_next(heap: list[tuple[float, int, Account, float]], accounts: Iterator[Account]) -> None:
+    """Puts the next account on a heap, if there is one."""
+    account = next(accounts, None)
+    if account is not None:
+        heapq.heappush(heap, (account.service, account.serial, account, 0.0))
+
+
+def _place(account: Account) -> tuple[float, int]:
+    return account.service, account.serial
 
 
 def _order(sequence: Sequence) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -38,10 +39,9 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages, 0, -1))
-        self._refs = [0] * (num_pages + 1)
-        self._owner: list[str] = [""] * (num_pages + 1)
+        self._shared: dict[int, int] = {}
         self._keys: list[bytes | None] = [None] * (num_pages + 1)
-        self._version: list[str | None] = [None] * (num_pages + 1)
+        self._origin: list[tuple[str | None, str]] = [(None, "")] * (num_pages + 1)
         self._accounts: dict[str, _Account] = {}
         self._index: dict[bytes, int] = {}
         self._num_kept = 0
@@ -69,24 +69,24 @@ class PagePool:
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Returns the pages that hold the longest known beginning of a chain of keys; nothing is taken yet."""
-        pages = [self._index.get(key, 0) for key in keys]
-        return pages[: pages.index(0)] if 0 in pages else pages
+        return list(itertools.takewhile(bool, map(self._index.get, keys)))  # type: ignore[arg-type]  # none is 0
 
-    def num_kept_of(self, pages: Iterable[int]) -> int:
-        """Returns how many of these pages nobody holds, so that sharing them leaves less for others."""
-        return sum(not self._refs[page] for page in pages)
+    def num_kept_of(self, pages: Iterable[int], tenant: str) -> int:
+        """Returns how many of a tenant's pages nobody holds, so that sharing them leaves less for others."""
+        account = self._accounts.get(tenant)
+        return 0 if account is None else sum(page in account.kept for page in pages)
 
-    def share(self, pages: Sequence[int]) -> None:
-        """Makes the caller one more holder of pages that `find` returned just now."""
+    def share(self, pages: Sequence[int], tenant: str) -> None:
+        """Makes the caller one more holder of a tenant's pages that `find` returned just now."""
         for page in pages:
-            if not self._refs[page]:
-                account = self._accounts[self._owner[page]]
-                del account.kept[page]
+            account = self._accounts[tenant]
+            if account.kept.pop(page, None) is None:
+                self._shared[page] = self._shared.get(page, 0) + 1
+            else:
                 account.held += 1
                 self._num_kept -= 1
-            self._refs[page] += 1
 
-    def take(self, count: int, tenant: str = "", *, weight: int = 1) -> list[int]:
+    def take(self, count: int, tenant: str, *, weight: int = 1) -> list[int]:
         """Hands out pages; their old contents must be cleared before use. `count` must not exceed `num_free`.
 
         Args:
@@ -97,48 +97,55 @@ class PagePool:
         assert count <= self.num_free, f"{count} pages of {self.num_free} free"
         if not count:
             return []
-        if count > len(self._free):
-            self._evict(max(count - len(self._free), min(self._batch, self._num_kept)))
+        free = self._free
+        if count > len(free):
+            self._evict(max(count - len(free), min(self._batch, self._num_kept)))
         account = self._accounts.get(tenant)
         if account is None:
             account = self._accounts[tenant] = _Account()
         account.weight = weight
         account.held += count
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
-            self._refs[page] = 1
-            self._owner[page] = tenant
+        pages = free[-count:]
+        del free[-count:]
         return pages
 
-    def name(self, page: int, key: bytes, *, version: str | None) -> None:
-        """Names a held page by the key of its contents, which are complete and will not change.
+    def name(self, pages: Iterable[int], keys: Iterable[bytes], *, version: str | None, tenant: str) -> None:
+        """Names held pages of a tenant by the keys of their contents, which are complete and will not change.
 
-        Where another page has that key already, this one stays without a name.
+        Where another page has a key already, this one stays without a name.
+
+        Args:
+            pages: The pages.
+            keys: Their keys.
+            version: What computed them; None for the base.
+            tenant: Whose they are.
         """
-        assert self._refs[page], "only a held page is named"
-        if self._keys[page] is None and self._index.setdefault(key, page) == page:
-            self._keys[page] = key
-            self._version[page] = version
+        index, names, origins, origin = self._index, self._keys, self._origin, (version, tenant)
+        for page, key in zip(pages, keys, strict=True):
+            if names[page] is None and index.setdefault(key, page) == page:
+                names[page] = key
+                origins[page] = origin
 
-    def give_back(self, pages: list[int]) -> None:
-        """Ends the hold that a sequence has of its pages, and empties its list; what has a name is kept, its end least long."""
+    def give_back(self, pages: list[int], tenant: str) -> None:
+        """Ends a tenant's hold of pages and empties the list; what has a name is kept, the end of a chain least long."""
         if not pages:
             return
-        refs, keys, free = self._refs, self._keys, self._free
-        assert all(refs[page] for page in pages), "a page came back twice"
-        tenant = self._owner[pages[0]]
-        account = self._accounts[tenant]
+        account, shared, keys = self._accounts.get(tenant), self._shared, self._keys
+        assert account is not None, "pages came back twice"
         for page in reversed(pages):
-            refs[page] -= 1
-            if refs[page]:
+            if page in shared:
+                shared[page] -= 1
+                if not shared[page]:
+                    del shared[page]
                 continue
             account.held -= 1
             if keys[page] is None:
-                free.append(page)
+                self._free.append(page)
             else:
                 self._clock += 1
                 account.kept[page] = self._clock
                 self._num_kept += 1
+        assert account.held >= 0, "pages came back twice"
         self._forget_if_idle(tenant)
         pages.clear()
 
@@ -149,19 +156,19 @@ class PagePool:
             version: The version.
             tenant: Only this tenant's pages; None for everybody's.
         """
-        doomed = [
-            (key, page)
-            for key, page in self._index.items()
-            if self._version[page] == version and (tenant is None or self._owner[page] == tenant)
-        ]
-        for key, page in doomed:
+        doomed = []
+        for key, page in self._index.items():
+            of_version, of_tenant = self._origin[page]
+            if of_version == version and tenant in (None, of_tenant):
+                doomed.append((key, page, of_tenant))
+        for key, page, of_tenant in doomed:
             del self._index[key]
             self._keys[page] = None
-            if not self._refs[page]:
-                del self._accounts[self._owner[page]].kept[page]
+            account = self._accounts[of_tenant]
+            if account.kept.pop(page, None) is not None:
                 self._num_kept -= 1
                 self._free.append(page)
-                self._forget_if_idle(self._owner[page])
+                self._forget_if_idle(of_tenant)
 
     def _evict(self, count: int) -> None:
         """Frees kept pages: those of tenants above their shares first, the one most above it first, each tenant's oldest first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from dataplane.engine.accounts import Account
 from dataplane.engine.draft import Draft
 from dataplane.engine.fairness import Tenants
 from dataplane.engine.leases import Leases
@@ -77,6 +78,11 @@ class Prefill:
         if has_admitted:
             for sequence in self._passed:
                 sequence.passes += 1
+
+    @property
+    def lacking(self) -> set[Account]:
+        """Tenants of which the last step passed something over."""
+        return {sequence.account for sequence in self._passed}
 
     def count_lacking(self) -> dict[str, int]:
         """Returns how many of those that the last step passed over lack what."""

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 _FORMAT = b"veneer.kv.1"
+_NEVER = 1 << 62
 
 
 class PageKeys:
@@ -30,7 +31,7 @@ class PageKeys:
         active_from: Position in the sequence at which the adapter starts; tokens before it are computed by the base.
     """
 
-    __slots__ = ("_active_from", "_base", "_prefix", "_prefix_of", "_salt", "_version", "page_size")
+    __slots__ = ("_active_from", "_base", "_head", "_pack", "_prefix", "_prefix_of", "_salt", "_version", "page_size")
 
     def __init__(self, *, salt: str, base_digest: str, version: str | None, page_size: int, active_from: int = 0) -> None:
         assert salt, "without a salt nothing is shared"
@@ -38,7 +39,8 @@ class PageKeys:
         self._base = base_digest.encode()
         self._version = version
         self.page_size = page_size
-        self._active_from = active_from
+        self._active_from = active_from if version is not None else _NEVER
+        self._head, self._pack = _content(page_size)
         self._prefix: hashlib._Hash
         self._prefix_of = -1
 
@@ -50,23 +52,25 @@ class PageKeys:
         """
         size = self.page_size
         stop = len(tokens) if end is None else end
-        head, pack = _content(size)
+        before = _BEFORE + keys[-1] if keys else _FIRST
         try:
             for start in range(len(keys) * size, stop - size + 1, size):
-                active_from = size if self._version is None else min(max(self._active_from - start, 0), size)
+                active_from = min(self._active_from - start, size) if self._active_from > start else 0
                 if active_from != self._prefix_of:
                     self._prefix, self._prefix_of = self._begin(active_from), active_from
-                digest = self._prefix.copy()
-                before = _BEFORE + keys[-1] if keys else _FIRST
-                digest.update(before + head + pack(*tokens[start : start + size]))
-                keys.append(digest.digest())
+                page = self._prefix.copy()
+                page.update(before + self._head + self._pack(*tokens[start : start + size]))
+                key = page.digest()
+                keys.append(key)
+                before = _BEFORE + key
         except struct.error as error:
             raise ValueError("token ids must be in [0, 2**32)") from error
 
     def _begin(self, active_from: int) -> hashlib._Hash:
-        if self._version is None or active_from == self.page_size:
+        if active_from == self.page_size:
             namespace = _field(b"b", b"base")
         else:
+            assert self._version is not None, "every page of the base is the base's whole"
             namespace = _field(b"v", self._version.encode())
         head = _field(b"f", _FORMAT) + _field(b"s", self._salt) + _field(b"m", self._base) + namespace
         return hashlib.sha256(head + _field(b"a", struct.pack("<I", active_from)))

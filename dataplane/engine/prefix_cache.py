@@ -31,7 +31,7 @@ class PrefixCache:
     def share(self, sequence: Sequence) -> int:
         """Gives a sequence that starts the pages that hold its beginning; returns how many."""
         pages = self.find(sequence)
-        self._pool.share(pages)
+        self._pool.share(pages, sequence.submit.tenant)
         sequence.pages += pages
         sequence.num_named = len(pages)
         sequence.num_scheduled = len(pages) * self._pool.page_size
@@ -42,15 +42,18 @@ class PrefixCache:
 
     def keep(self, sequence: Sequence, num_computed: int) -> None:
         """Names the pages that are full of committed positions, after their values led to a finite result."""
-        num_full = num_computed // self._pool.page_size
-        if sequence.chain is None or num_full <= sequence.num_named or sequence.submit.version in self._barred:
+        chain, size = sequence.chain, self._pool.page_size
+        num_full, first = num_computed // size, sequence.num_named
+        version = sequence.submit.version
+        if chain is None or num_full <= first or version in self._barred:
             return
         if len(sequence.keys) < num_full:
-            sequence.chain.extend(sequence.keys, sequence.tokens, end=num_full * self._pool.page_size)
-        num_base = sequence.active_from // self._pool.page_size
-        for index in range(sequence.num_named, num_full):
-            version = None if index < num_base else sequence.submit.version
-            self._pool.name(sequence.pages[index], sequence.keys[index], version=version)
+            chain.extend(sequence.keys, sequence.tokens, end=num_full * size)
+        start = sequence.active_from // size
+        for begin, end, computed_by in ((first, min(start, num_full), None), (max(first, start), num_full, version)):
+            if begin < end:
+                pages, keys = sequence.pages[begin:end], sequence.keys[begin:end]
+                self._pool.name(pages, keys, version=computed_by, tenant=sequence.submit.tenant)
         sequence.num_named = num_full
 
     def bar(self, version: str) -> None:

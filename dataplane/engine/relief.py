@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
-from dataplane.engine.fairness import Account, Tenants
+import numpy as np
+
+from dataplane.engine.accounts import Account
+from dataplane.engine.fairness import Tenants
 from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.leases import Leases
 from dataplane.engine.limits import Limits
+from dataplane.engine.plan import Integers
 from dataplane.engine.sequence import Lack, Phase, Sequence
 
 
@@ -34,35 +38,30 @@ class Relief:
         self._seats = seats
         self._running = running
         self._leases = leases
-        self._longest = 0
 
-    def note_hunger(self) -> None:
-        """Counts the steps in which a tenant waits although it holds less than its share of what it lacks."""
+    def note_hunger(self, lacking: Iterable[Account]) -> None:
+        """Counts the steps in which a tenant waits although it holds less than its share of what it lacks.
+
+        Args:
+            lacking: Tenants of which something was passed over in this step.
+        """
         if not self._tenants.num_waiting:
             return
-        self._longest = 0
-        claims: dict[int, int] = {}
-        no_seats = not self._seats
-        for account in self._tenants.active:
-            if not (account.waiting or account.returning):
-                account.num_hungry = 0
-                continue
-            if no_seats and account.lacks is not Lack.ARENA:  # the usual case, for every tenant in every step
-                claim = claims.get(account.weight)
-                if claim is None:
-                    claim = claims[account.weight] = self._claim(account)
-                is_short = len(account.running) < claim
-            else:
-                is_short = self._is_short(account)
-            account.num_hungry = account.num_hungry + 1 if is_short else 0
-            self._longest = max(self._longest, account.num_hungry)
+        ledger = self._tenants.ledger
+        if self._seats:
+            is_short = np.zeros_like(ledger.is_backlogged)
+        else:
+            is_short = ledger.is_backlogged & (ledger.num_running < self._claim(ledger.weight))
+        for account in lacking:
+            if account.is_backlogged and (self._seats or account.lacks is Lack.ARENA):
+                is_short[account.row] = self._is_short(account)
+        ledger.num_hungry += 1
+        ledger.num_hungry *= is_short
 
     def _is_short(self, account: Account) -> bool:
         """Whether a tenant whose requests wait holds less than its share of what they lack."""
         if account.lacks is Lack.ARENA:
             return self._leases.excess_of(account.name) < 0
-        if not self._seats:
-            return self._seats_due(account) > 0
         return account.lacks is Lack.PAGES and self._excess_of_pages(account) < 0
 
     def make_room(
@@ -81,15 +80,12 @@ class Relief:
         Returns:
             The requests for which room was made; they are tried first.
         """
-        if not self._tenants.num_waiting or self._longest < self._limits.patience:
-            return []
-        hungry = [account for account in self._tenants.active if account.num_hungry >= self._limits.patience]
-        if not hungry or any(sequence.preempting for sequence in self._running):
-            return []
+        ledger = self._tenants.ledger
+        hungry = ledger.where((ledger.num_hungry >= self._limits.patience) & ledger.is_backlogged)
         favoured: list[Sequence] = []
         for account in sorted(hungry, key=lambda account: account.service):
             if account.lacks is Lack.ARENA:
-                account.num_hungry = 0  # the load takes a while; only then may another have to go
+                ledger.num_hungry[account.row] = 0  # the load takes a while; only then may another have to go
                 self._make_room_in_arena(account, take_lease)
                 continue
             waiting = itertools.chain(account.returning, account.waiting)
@@ -120,10 +116,11 @@ class Relief:
 
     def _most_over(self, *, by_seats: bool, beneficiary: Account) -> Sequence | None:
         """Returns the newest request of the tenant most over its share of seats or pages, but never a tenant's oldest one."""
+        ledger = self._tenants.ledger
+        may_give = ledger.num_running > (self._claim(ledger.weight) if by_seats else 1)
+        may_give[beneficiary.row] = False
         most, victim = 0.0, None
-        for account in self._tenants.active:
-            if len(account.running) < 2 or account is beneficiary:
-                continue
+        for account in ledger.where(may_give):
             over = -float(self._seats_due(account)) if by_seats else self._excess_of_pages(account)
             newest = account.running[-1]
             if over / account.weight > most and newest.phase is Phase.RUNNING:
@@ -170,11 +167,11 @@ class Relief:
 
     def _seats_due(self, account: Account) -> int:
         """Returns how many seats a tenant may still claim; below 0 it holds more than its share."""
-        return self._claim(account) - len(account.running)
+        return int(self._claim(account.weight)) - len(account.running)
 
-    def _claim(self, account: Account) -> int:
-        """Returns how many seats a tenant is entitled to; never less than one."""
-        return max(1, int(self._tenants.share(account) * self._limits.max_sequences))
+    def _claim(self, weight: Integers | int) -> Integers:
+        """Returns how many seats an eligible tenant of a weight is entitled to, or several; never less than one."""
+        return np.maximum(1, weight * self._limits.max_sequences // self._tenants.weights)
 
     def _share_of_pages(self, account: Account) -> float:
         return self._tenants.share(account) * self._pool.num_pages

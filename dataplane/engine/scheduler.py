@@ -181,7 +181,7 @@ class Scheduler:
         if self._pace is not None and draft.num_rows:
             draft.cap(self._rows_in_time(draft))
         self._prefill.fill(draft, favoured)
-        seating.relief.note_hunger()
+        seating.relief.note_hunger(self._prefill.lacking)
         plan, decoding, others = draft.finish()
         if plan.num_tokens:
             work = draft.work(self._leases.num_rank_rows)

@@ -51,11 +51,13 @@ class Seating:
         self.admitted: list[float] = []
         self.running: list[Sequence] = []
         self.seats = list(range(limits.max_sequences - 1, -1, -1))
-        self.decoders = Decoders(limits, page_size=pool.page_size)
+        self.decoders = Decoders(limits, tenants.ledger, page_size=pool.page_size)
         self.relief = Relief(limits, pool, tenants, seats=self.seats, running=self.running, leases=leases)
 
     def make_room(self) -> list[Sequence]:
-        """Lets tenants above their shares give way; see `Relief.make_room`."""
+        """Lets tenants above their shares give way, one after the other; see `Relief.make_room`."""
+        if not self._tenants.num_waiting or any(sequence.preempting for sequence in self._leaving):
+            return []
         return self.relief.make_room(self.preempt, self.has_pages, self._take_lease)
 
     @property
@@ -70,7 +72,7 @@ class Seating:
         needed = self._pool.pages_for(len(sequence.tokens) + 1) + spare
         if needed > num_free and sequence.keys:
             shared = self._prefix.find(sequence)
-            needed -= len(shared) - self._pool.num_kept_of(shared)
+            needed -= len(shared) - self._pool.num_kept_of(shared, sequence.submit.tenant)
         return needed <= num_free or (spare == 0 and self._pool.pages_for(len(sequence.tokens)) <= num_free)
 
     def num_cached(self, sequence: Sequence) -> int:
@@ -175,6 +177,8 @@ class Seating:
         """
         if sequence.is_ahead:
             sequence.is_ahead, sequence.num_ahead, sequence.order = False, 0, -1
+        elif not sequence.is_unfinished:
+            self._prefix.keep(sequence, len(sequence.tokens) - 1)
         self._leave(sequence, returns=True)
         if sequence.paused:
             self._leases.stand_aside(sequence)
@@ -202,7 +206,7 @@ class Seating:
         self.running.remove(sequence)
         self._tenants.stop(sequence, returns=returns)
         sequence.is_unfinished = False
-        self._pool.give_back(sequence.pages)
+        self._pool.give_back(sequence.pages, sequence.submit.tenant)
         self.seats.append(sequence.seat)
         sequence.seat = -1
 

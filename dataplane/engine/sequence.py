@@ -12,7 +12,7 @@ from dataplane.engine.prefix import PageKeys
 from dataplane.lora.holdings import Lease
 
 if TYPE_CHECKING:
-    from dataplane.engine.fairness import Account
+    from dataplane.engine.accounts import Account
 
 MAX_SCORED_ROWS = 64
 """Rows of one step whose logits say how likely the prompt's next token was."""

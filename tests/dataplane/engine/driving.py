@@ -253,7 +253,7 @@ def assert_idle(scheduler: Scheduler, adapters: FakeAdapters | None = None) -> N
     assert scheduler._seating._leaving == []
     assert (scheduler._leases.active, scheduler._leases.num_rank_rows, scheduler._leases._awaited) == ({}, 0, {})
     tenants = scheduler._tenants
-    assert (tenants._num_active, tenants._weights, tenants._parked, list(tenants.active)) == (0, 0, {}, [])
+    assert (tenants._num_active, tenants.weights, tenants._parked, list(tenants.active)) == (0, 0, {}, [])
     assert all(tenants.queue_of(name) == (0, 0) for name in tenants._accounts)
     assert scheduler._pool.num_free == scheduler._pool.num_pages
     assert scheduler._pool.num_kept == len(scheduler._pool._index)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dataplane.engine.decoders import Decoders
-from dataplane.engine.fairness import Account
+from dataplane.engine.accounts import Account, Ledger
+from dataplane.engine.decoders import NAME_AFTER, Decoders
 from dataplane.engine.limits import Prices
 from dataplane.engine.messages import Sampling, Submit
 from dataplane.engine.sequence import Sequence
@@ -15,6 +15,7 @@ from dataplane.lora.holdings import Lease
 from tests.dataplane.engine.driving import limits
 
 PAGE = 4
+LEDGER = Ledger()
 
 
 def sequence(seat: int, *, computed: int, slot: int = -1, max_tokens: int = 20, **fields: Any) -> Sequence:
@@ -24,7 +25,8 @@ def sequence(seat: int, *, computed: int, slot: int = -1, max_tokens: int = 20, 
     made = Sequence(submit, deadline=None, max_context=99)
     made.seat, made.order, made.num_scheduled = seat, seat, computed
     made.pages = [100 * seat + i for i in range(-(-computed // PAGE))]
-    made.account = Account("t", 2, 1)
+    made.account = Account("t", 2, seat, LEDGER)
+    made.account.enter()
     if slot >= 0:
         made.lease, made.rank_rows = Lease(seat, f"v{slot}", slot, 16, 1), 16
     return made
@@ -35,7 +37,7 @@ def never(_sequence: Sequence) -> int | None:
 
 
 def test_rows_are_ordered_by_slot_and_positions_advance() -> None:
-    decoders = Decoders(limits(), page_size=PAGE)
+    decoders = Decoders(limits(), LEDGER, page_size=PAGE)
     members = [sequence(0, computed=5, slot=2), sequence(1, computed=6), sequence(3, computed=7, slot=1)]
     for member in members:
         decoders.add(member)
@@ -52,7 +54,7 @@ def test_rows_are_ordered_by_slot_and_positions_advance() -> None:
 
 
 def test_a_row_that_fills_a_new_page_gets_it_and_who_has_none_stands_back() -> None:
-    decoders = Decoders(limits(), page_size=PAGE)
+    decoders = Decoders(limits(), LEDGER, page_size=PAGE)
     lucky, poor, roomy = sequence(0, computed=4), sequence(1, computed=8), sequence(2, computed=7)
     for member in (lucky, poor, roomy):
         decoders.add(member)
@@ -73,7 +75,7 @@ def test_a_row_that_fills_a_new_page_gets_it_and_who_has_none_stands_back() -> N
 
 
 def test_who_gives_way_to_an_older_one_has_no_row_and_no_page() -> None:
-    decoders = Decoders(limits(), page_size=PAGE)
+    decoders = Decoders(limits(), LEDGER, page_size=PAGE)
     old, new = sequence(1, computed=4), sequence(0, computed=4)
     old.order, new.order = 0, 1
     decoders.add(old)
@@ -91,36 +93,49 @@ def test_who_gives_way_to_an_older_one_has_no_row_and_no_page() -> None:
 
 
 def test_no_row_is_planned_past_the_last_token() -> None:
-    decoders = Decoders(limits(), page_size=PAGE)
+    decoders = Decoders(limits(), LEDGER, page_size=PAGE)
     member = sequence(0, computed=5, max_tokens=3)
     decoders.add(member)
-    assert decoders.reaching_last(decoders.plan(never)[0]) == []
-    assert decoders.reaching_last(decoders.plan(never)[0]) == [0]
+    assert decoders.append(decoders.plan(never)[0], [1]) == {}
+    assert decoders.append(decoders.plan(never)[0], [2]) == {0: "length"}
+    assert member.tokens[-2:] == [1, 2]
     assert decoders.plan(never)[1] == []
     single = sequence(1, computed=5, max_tokens=1)
     decoders.add(single)
     assert decoders.plan(never)[1] == []
 
 
-def test_rows_that_are_the_last_of_their_page_are_found() -> None:
-    decoders = Decoders(limits(), page_size=PAGE)
-    for seat, computed in enumerate((5, 6, 7)):
+def test_tokens_go_to_their_sequences_even_to_those_that_left_meanwhile() -> None:
+    decoders = Decoders(limits(), LEDGER, page_size=PAGE)
+    stopping, leaving = sequence(0, computed=5, stop_token_ids=(8, 9)), sequence(1, computed=6, stop_token_ids=(7,))
+    decoders.add(stopping)
+    decoders.add(leaving)
+    rows = decoders.plan(never)[0]
+    decoders.remove(leaving)
+    assert decoders.append(rows, [9, 8]) == {0: "stop"}
+    assert (stopping.tokens[5:], leaving.tokens[6:]) == ([9], [8])
+    assert (decoders.request_ids(rows), decoders.prompt_tokens(rows)) == (["s0", "s1"], [5, 6])
+
+
+def test_rows_that_fill_pages_to_be_named_are_found() -> None:
+    decoders = Decoders(limits(), LEDGER, page_size=PAGE)
+    for seat, computed in enumerate((PAGE - 1, NAME_AFTER * PAGE - 1, NAME_AFTER * PAGE)):
         decoders.add(sequence(seat, computed=computed))
-    assert decoders.filling_page(decoders.plan(never)[0]) == [2]
+    assert decoders.filling_pages(decoders.plan(lambda _: 50)[0]) == [1]
 
 
 def test_rank_rows_are_charged_once_for_all_that_share_them() -> None:
     prices = Prices(decode_token=2.0, rank_row=0.5)
-    decoders = Decoders(limits(prices=prices), page_size=PAGE)
+    decoders = Decoders(limits(prices=prices), LEDGER, page_size=PAGE)
     members = [sequence(0, computed=5), sequence(1, computed=5, slot=0), sequence(2, computed=5, slot=0)]
     for member in members:
         decoders.add(member)
-    assert decoders.charge(*decoders.plan(never)) == pytest.approx(3 * 2 + 16 * 0.5)
+    assert decoders.charge(decoders.plan(never)[0]) == pytest.approx(3 * 2 + 16 * 0.5)
     assert [member.account.service for member in members] == [1.0, 3.0, 3.0]
 
 
 def test_what_is_not_plain_is_named_with_its_rules() -> None:
-    decoders = Decoders(limits(), page_size=PAGE)
+    decoders = Decoders(limits(), LEDGER, page_size=PAGE)
     plain, biased = sequence(0, computed=5), sequence(1, computed=6, logit_bias=((3, 1.0),))
     decoders.add(plain)
     decoders.add(biased)

@@ -139,7 +139,7 @@ def test_accounts_equal_a_simple_model(verbs: list[tuple[str, int, str]]) -> Non
         model.tenants.stop(item, returns=False)
     for item in list(model.waiting):
         model.tenants.discard(item)
-    assert (model.tenants.num_waiting, model.tenants._num_active, model.tenants._weights) == (0, 0, 0)
+    assert (model.tenants.num_waiting, model.tenants._num_active, model.tenants.weights) == (0, 0, 0)
     assert not model.tenants._parked
 
 

@@ -27,6 +27,7 @@ def test_every_page_is_free_held_or_kept_and_none_is_lost(steps: list[tuple[str,
     pool = PagePool(12, page_size=4)
     held: list[tuple[str, list[int]]] = []
     named: dict[int, tuple[bytes, str | None]] = {}
+    owners: dict[int, str] = {}
     serial = 0
     for verb, number, tenant, version in steps:
         holders = Counter(page for _, pages in held for page in pages)
@@ -38,21 +39,24 @@ def test_every_page_is_free_held_or_kept_and_none_is_lost(steps: list[tuple[str,
                 named.pop(page, None)
             held.append((tenant, fresh))
         elif verb == "give" and held:
-            pool.give_back(held.pop(number % len(held))[1])
+            owner, pages = held.pop(number % len(held))
+            pool.give_back(pages, owner)
         elif verb == "name" and held:
-            _, pages = held[number % len(held)]
+            owner, pages = held[number % len(held)]
             for page in pages:
                 if page not in named:
                     serial += 1
                     named[page] = (serial.to_bytes(4), version)
-                    pool.name(page, named[page][0], version=version)
+                    pool.name([page], [named[page][0]], version=version, tenant=owner)
+                    owners[page] = owner
         elif verb == "share" and named:
             page, (key, _) = sorted(named.items())[number % len(named)]
             found = pool.find([key])
             if found:
                 assert found == [page], "a key finds its own page only"
-                pool.share(found)
-                held.append((pool._owner[page], found))
+                assert pool.num_kept_of(found, owners[page]) == (page not in holders)
+                pool.share(found, owners[page])
+                held.append((owners[page], found))
         elif verb == "forget":
             pool.forget(version)
             named = {page: name for page, name in named.items() if name[1] != version}
@@ -65,10 +69,10 @@ def test_every_page_is_free_held_or_kept_and_none_is_lost(steps: list[tuple[str,
         assert pool._index == {name[0]: page for page, name in named.items()}
         assert {page: key for page, key in enumerate(pool._keys) if key} == {page: name[0] for page, name in named.items()}
         for name in ("x", "y", "z"):
-            assert pool.held_by(name) == sum(pool._owner[page] == name for page in holders)
-        assert all(pool._refs[page] == holders[page] for page in range(1, 13))
-    for _, pages in held:
-        pool.give_back(pages)
+            assert pool.held_by(name) == len({page for owner, pages in held if owner == name for page in pages})
+        assert pool._shared == {page: count - 1 for page, count in holders.items() if count > 1}
+    for owner, pages in held:
+        pool.give_back(pages, owner)
     assert pool.num_free == 12
     assert len(pool.take(12, "x")) == 12
     assert pool.num_kept == 0
@@ -79,9 +83,8 @@ def named(pool: PagePool, count: int, tenant: str, mark: str, *, version: str | 
     """Takes, names and gives back a chain of pages; returns its keys."""
     pages = pool.take(count, tenant)
     keys = [f"{mark}{index}".encode() for index in range(count)]
-    for page, key in zip(pages, keys, strict=True):
-        pool.name(page, key, version=version)
-    pool.give_back(pages)
+    pool.name(pages, keys, version=version, tenant=tenant)
+    pool.give_back(pages, tenant)
     return keys
 
 
@@ -106,9 +109,8 @@ def test_the_tenant_above_its_share_loses_pages_first_and_of_its_own_the_oldest(
 def test_a_weight_widens_a_share() -> None:
     pool = PagePool(12, page_size=4)
     heavy = pool.take(8, "x", weight=3)
-    for index, page in enumerate(heavy):
-        pool.name(page, b"x%d" % index, version=None)
-    pool.give_back(heavy)
+    pool.name(heavy, [b"x%d" % index for index in range(8)], version=None, tenant="x")
+    pool.give_back(heavy, "x")
     named(pool, 4, "y", "y")
     pool.take(1, "y")
     assert len(pool.find([b"x%d" % index for index in range(8)])) == 8
@@ -128,12 +130,12 @@ def test_a_shared_page_is_charged_once_and_kept_until_the_last_holder_goes() -> 
     pool = PagePool(4, page_size=4)
     keys = named(pool, 2, "x", "a")
     one, two = pool.find(keys), pool.find(keys)
-    pool.share(one)
-    pool.share(two)
+    pool.share(one, "x")
+    pool.share(two, "x")
     assert (pool.held_by("x"), pool.num_free, pool.num_kept) == (2, 2, 0)
-    pool.give_back(one)
+    pool.give_back(one, "x")
     assert pool.num_free == 2
-    pool.give_back(two)
+    pool.give_back(two, "x")
     assert (pool.num_free, pool.num_kept) == (4, 2)
 
 
@@ -155,9 +157,9 @@ def test_pages_for_rounds_up() -> None:
 def test_taking_more_than_there_is_or_giving_back_twice_is_a_fault_of_the_caller() -> None:
     pool = PagePool(2, page_size=16)
     with pytest.raises(AssertionError):
-        pool.take(3)
-    pages = pool.take(1)
+        pool.take(3, "x")
+    pages = pool.take(1, "x")
     again = list(pages)
-    pool.give_back(pages)
+    pool.give_back(pages, "x")
     with pytest.raises(AssertionError):
-        pool.give_back(again)
+        pool.give_back(again, "x")

@@ -9,6 +9,7 @@ import pytest
 
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
+from dataplane.engine.decoders import NAME_AFTER
 from dataplane.engine.intake import Intake
 from dataplane.engine.messages import Sampling, Submit
 from tests.dataplane.engine.driving import FakeAdapters, Loop, add, assert_idle, expected, make, rows_of, submit
@@ -75,6 +76,15 @@ def test_generated_tokens_serve_the_next_turn_of_a_conversation() -> None:
     hits(loop, max_tokens=9)
     answer = expected(PROMPT, 9, ())
     assert hits(loop, prompt=(*PROMPT, *answer, 1, 2)) == 20
+
+
+def test_generated_tokens_of_a_long_answer_serve_others_before_it_ends() -> None:
+    loop = Loop(make(max_context=64, num_pages=64))
+    add(loop.scheduler, submit("long", PROMPT, max_tokens=50, tenant="x", cache_salt="sx"))
+    while len(loop.outputs.get("long", ())) < 40:
+        loop.turn()
+    beginning = (*PROMPT, *loop.outputs["long"])
+    assert hits(loop, prompt=beginning) == NAME_AFTER * 4
 
 
 @pytest.mark.parametrize("lag", [0, 1])
