@@ -126,6 +126,7 @@ class Device:
             for page in rows.new_pages[rows.num_shared_pages :]:
                 self.pages[page] = [None] * self.page_size
                 self.frozen.discard(page)
+            assert rows.count > 0, "a step holds only sequences of which it computes something"
             owner = self.owners[rows.seat]
             self.num_computed += rows.count
             ids = list(rows.ids)

@@ -145,3 +145,21 @@ def test_a_paused_request_keeps_nobody_from_having_room_reserved() -> None:
     first.paused = True
     scheduler.schedule()
     assert set(adapters.reserved) == {"v1r8", "v2r8"}
+
+
+def test_room_is_kept_for_one_passed_request_until_it_starts() -> None:
+    adapters = FakeAdapters()
+    adapters.starved = {"v1r8", "v2r8"}
+    scheduler = make(adapters=adapters, max_passes=0)
+    for version in ("v1r8", "v2r8"):
+        scheduler.add(submit(version, version=version), 0.0)
+    scheduler.schedule()
+    adapters.starved.remove("v1r8")
+    for _ in range(2):
+        scheduler.schedule()
+    assert scheduler._tenants.num_loading == 1
+    assert set(adapters.reserved) == {"v1r8"}, "it is on the way, and nobody takes its room"
+    adapters.resident.add("v1r8")
+    for _ in range(3):
+        scheduler.schedule()
+    assert set(adapters.reserved) == {"v1r8", "v2r8"}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.engine.sequence import Sequence
-from tests.dataplane.engine.driving import ArenaAdapters, Loop, add, assert_idle, expected, make, submit
+from tests.dataplane.engine.driving import ArenaAdapters, FakeAdapters, Loop, add, assert_idle, expected, make, submit
 
 PROMPT = (7, 8, 9)
 
@@ -106,6 +106,41 @@ def test_an_adapter_that_another_tenant_uses_too_is_not_taken_for_nothing(monkey
     assert loop.finished["v"] == "length"
 
 
+def test_the_adapter_of_a_tenants_oldest_request_stays_however_far_above_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = ArenaAdapters(4, versions={"v1r3": 3, "m1r3": 2})
+    scheduler = make(num_pages=64, adapters=adapters)
+    loop = Loop(scheduler)
+    add(scheduler, submit("x", PROMPT, tenant="x", version="v1r3", max_tokens=20))
+    for _ in range(4):
+        loop.turn()
+    gone = watch(scheduler, monkeypatch)
+    add(scheduler, submit("v", PROMPT, tenant="v", version="m1r3"))
+    for _ in range(40):
+        loop.turn()
+    assert list(loop.finished) == ["x", "v"]
+    assert gone == []
+
+
+def test_room_is_made_for_one_load_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {f"v{i}r3" for i in range(4)}
+    adapters = FakeAdapters(set(versions))
+    adapters.num_slots = 4
+    scheduler = make(num_pages=64, max_sequences=8, adapters=adapters, max_step_tokens=64)
+    loop = Loop(scheduler)
+    for version in sorted(versions):
+        add(scheduler, submit(version, PROMPT, tenant="x", version=version, max_tokens=25))
+        loop.turn()
+    adapters.starved.add("m1r3")
+    gone = watch(scheduler, monkeypatch)
+    add(scheduler, submit("v", PROMPT, tenant="v", version="m1r3"))
+    adapters.weights["v"] = 1
+    counts = []
+    for _ in range(6):
+        loop.turn()
+        counts.append(len(gone))
+    assert counts == [0, 0, 1, 1, 2, 2], "a load is waited for as long as a tenant may be kept waiting"
+
+
 def test_a_paused_request_that_gives_way_keeps_no_adapter_on_the_device() -> None:
     adapters = ArenaAdapters(1, versions={"v1r3": 1, "v2r3": 1})
     scheduler = make(num_pages=8, adapters=adapters)
@@ -193,6 +228,21 @@ def test_who_alone_takes_more_than_its_share_waits_for_those_within_theirs(lag: 
     assert list(loop.finished) == ["small", "large"], "no page was left for the eighth of large until small ended"
     assert gone == [], "neither was computed again"
     assert loop.outputs["large"] == expected(tuple(range(1, 21)), 11, ())
+    assert_idle(scheduler)
+
+
+def test_the_oldest_of_all_goes_last_of_those_above_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make(num_pages=16, max_sequences=4, max_step_tokens=64)
+    loop = Loop(scheduler)
+    for name, prompt, max_tokens in (("a", 24, 7), ("b", 21, 9), ("c", 1, 12)):
+        add(scheduler, submit(name, prompt, tenant=name, max_tokens=max_tokens))
+        loop.turn()
+    gone = watch(scheduler, monkeypatch)
+    while not gone:
+        assert loop.turn()
+    assert [sequence.request_id for sequence in gone] == ["b"], "a is further above its share, and older"
+    loop.run()
+    assert len(loop.finished) == 3
     assert_idle(scheduler)
 
 
