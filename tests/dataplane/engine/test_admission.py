@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dataplane.engine.limits import Prices
 from tests.dataplane.engine.driving import Loop, add, make, submit
 from veneer.errors import ResourceExhaustedError
 
@@ -49,3 +50,19 @@ def test_nothing_is_refused_for_its_deadline_while_no_speed_is_known() -> None:
     for i in range(20):
         add(scheduler, submit(f"r{i}", 16, deadline_s=0.001))
     assert scheduler.num_waiting == 20
+
+
+def test_the_estimate_is_the_tenants_own_queue_over_its_part_of_the_best_speed_of_late() -> None:
+    scheduler = make(prices=Prices(prefill_token=1, decode_token=2))
+    admission = scheduler._admission
+    add(scheduler, submit("first", 20))
+    assert admission.estimate_s(submit("next")) == 0, "no speed is known"
+    admission.observe(100, 1.0)
+    admission.observe(1, 1.0)
+    speed = 100 * 0.995
+    assert admission.estimate_s(submit("next")) == pytest.approx(20 / speed), "a step with little to do says nothing"
+    admission.finished(20)
+    assert admission.estimate_s(submit("next")) == pytest.approx((20 + 1 * 2) / speed), "answers are about as long as of late"
+    add(scheduler, submit("other", 30, tenant="u", weight=3))
+    assert admission.estimate_s(submit("next")) == pytest.approx(4 * (20 + 1 * 2) / speed), "one part of four is its own"
+    assert admission.estimate_s(submit("next", tenant="new")) == 0
