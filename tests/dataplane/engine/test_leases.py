@@ -27,3 +27,13 @@ def test_an_adapter_of_the_largest_rank_runs_alone_however_small_the_limit() -> 
     while loop.turn():
         most = max(most, scheduler._leases.num_rank_rows)
     assert (most, len(loop.finished)) == (64, 3)
+
+
+def test_what_was_computed_under_a_lease_is_told_at_its_end_so_that_a_quantum_can_be_counted() -> None:
+    adapters = FakeAdapters({"v1r3"})
+    scheduler = make(adapters=adapters)
+    loop = Loop(scheduler)
+    scheduler.add(submit("a", 6, version="v1r3", max_tokens=4), 0.0)
+    scheduler.add(submit("base", 6, max_tokens=4), 0.0)
+    loop.run()
+    assert adapters.served == 6 + 3, "the last token is not computed on"

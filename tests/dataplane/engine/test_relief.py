@@ -216,6 +216,34 @@ def test_a_request_that_waits_keeps_no_adapter_on_the_device_from_when_its_reade
     assert_idle(scheduler)
 
 
+@pytest.mark.parametrize("end", ["abort", "deadline"])
+def test_one_that_ends_while_its_reader_is_slow_takes_no_load_from_others_that_wait(end: str) -> None:
+    adapters = FakeAdapters({"v1r3"})
+    scheduler = make(num_pages=8, adapters=adapters)
+    loop = Loop(scheduler)
+    add(scheduler, submit("slow", 12, version="v1r3", max_tokens=15, deadline_s=9.0))
+    for _ in range(3):
+        loop.turn()
+    add(scheduler, submit("fast", 4, max_tokens=26))
+    loop.turn()
+    scheduler.pause("slow", paused=True)
+    loop.run()
+    assert (scheduler.num_waiting, adapters.leases) == (1, {})
+    adapters.resident.clear()
+    add(scheduler, submit("other", version="v1r3"))
+    loop.turn()
+    adapters.withdrawn.clear()
+    if end == "abort":
+        scheduler.abort("slow")
+    else:
+        assert [failed.status for failed in scheduler.expire(10.0)] == ["DEADLINE_EXCEEDED"]
+    assert adapters.withdrawn == [], "the other one waits still"
+    adapters.resident.add("v1r3")
+    loop.run()
+    assert loop.finished["other"] == "length"
+    assert_idle(scheduler, adapters)
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_who_alone_takes_more_than_its_share_waits_for_those_within_theirs(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make(num_pages=8, max_sequences=4)
