@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from benchmarks.gpu_check import Figure
+from benchmarks.gpu_engine import arena_copies, engine
 from benchmarks.gpu_world import DTYPE, Adapters, BaseModel, Step, build_adapters, error_over_bound
 from benchmarks.roofline import LLAMA_7B, Shapes, floor_ratio
 from kernels.gpu.device import probe
@@ -24,6 +25,8 @@ from kernels.gpu.paths import Path
 from kernels.gpu.tiles import tiles_for
 from kernels.rows import BASE, RankRows, build_rank_rows
 from kernels.sites import Site
+
+__all__ = ["card", "correct", "decode", "engine", "launches", "load", "mixes", "products"]
 
 _DEVICE = "cuda"
 _COPY_BYTES = 4 << 30
@@ -273,16 +276,9 @@ def load() -> Iterator[Figure]:
     low_rank = adapters.low_rank(max_rows=64)
     low_rank.begin_step(adapters.rows(64))
     replay = captured(BaseModel(LLAMA_7B, device=_DEVICE).step("adapters", low_rank, num_rows=64)).replay
-    yield Figure("step_p99_alone_ms", _p99(times_ms(replay, repeats=200)), "ms")
-    side = torch.cuda.Stream()
 
-    def beside_a_load() -> None:
-        with torch.cuda.stream(side):
-            target.copy_(host, non_blocking=True)
+    def step() -> None:
         replay()
+        torch.cuda.synchronize()
 
-    yield Figure("step_p99_beside_loads_ms", _p99(times_ms(beside_a_load, repeats=200)), "ms")
-
-
-def _p99(values: list[float]) -> float:
-    return statistics.quantiles(values, n=100)[98]
+    yield from arena_copies(plain_s=plain / 1e3, step=step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from dataplane.engine.plan import Integers, Picks, Plan, PlannedRows
 from dataplane.engine.sequence import MAX_SCORED_ROWS
 from dataplane.model.attention import PagedKv
 from dataplane.model.batch import Batch, Chunk
+from kernels.rows import BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +130,24 @@ class StepBuffers:
             end += count
 
         on_device = self._device
-        if on_device is not host.data:
-            host.send(on_device, end)
-        batch = Batch(
-            ids=on_device[at_ids : at_ids + num_tokens],
-            positions=on_device[at_positions : at_positions + num_tokens],
-            kv_rows=on_device[at_rows : at_rows + num_tokens],
-            num_decode=num_single,
-            decode_lengths=on_device[at_lengths : at_lengths + num_single],
-            decode_pages=on_device[at_pages : at_pages + num_single * width].view(num_single, width),
-            chunks=tuple(
-                Chunk(int(first), planned.count, planned.start, on_device[begin:stop])
-                for planned, first, (begin, stop) in zip(chunks, firsts[num_single:], spans, strict=True)
-            ),
-            sample_rows=None if num_sampled == num_tokens and not scored else on_device[at_sampled : at_sampled + num_logits],
-        )
+
+        def batch_in(block: torch.Tensor, in_host: Batch | None) -> Batch:
+            return Batch(
+                ids=block[at_ids : at_ids + num_tokens],
+                positions=block[at_positions : at_positions + num_tokens],
+                kv_rows=block[at_rows : at_rows + num_tokens],
+                num_decode=num_single,
+                decode_lengths=block[at_lengths : at_lengths + num_single],
+                decode_pages=block[at_pages : at_pages + num_single * width].view(num_single, width),
+                chunks=tuple(
+                    Chunk(int(first), planned.count, planned.start, block[begin:stop])
+                    for planned, first, (begin, stop) in zip(chunks, firsts[num_single:], spans, strict=True)
+                ),
+                sample_rows=None if num_sampled == num_tokens and not scored else block[at_sampled : at_sampled + num_logits],
+                host=in_host,
+            )
+
+        batch = self._sent(host, end, batch_in)
         picks = decodes.picks
         if others:
             picks = picks.followed_by(Picks.of([rows[index].pick for index in others]))
@@ -155,6 +159,62 @@ class StepBuffers:
             decode_seats=on_device[at_seats : at_seats + num_decodes],
             pick_seats=on_device[at_seats : at_seats + num_sampled],
         )
+
+    def fill_decodes(self, plan: Plan, kv: PagedKv, *, num_rows: int, spare_page: int) -> FilledStep:
+        """Writes a plan that only decodes, with rows of nobody behind its own, for a captured step of `num_rows` rows.
+
+        Rows of nobody have token 0, no adapter, and a context of one token in a page that is nobody's.
+        """
+        decodes, num = plan.decodes, len(plan.decodes)
+        self._add_pages(plan)
+        host = self._hosts[0]
+        self._hosts.reverse()
+        numbers = host.wait()
+        at_ids, at_positions, at_rows, at_seats, at_lengths, _, at_pages = self._starts
+        seats, starts = decodes.picks.seats, decodes.starts
+        width = int(starts.max(initial=0)) // kv.page_size + 1
+
+        def column(at: int, own: Integers, others: int) -> None:
+            numbers[at : at + num] = own
+            numbers[at + num : at + num_rows] = others
+
+        pages = np.zeros((num_rows, width), dtype=np.int64)
+        used = np.arange(width) <= starts[:, None] // kv.page_size
+        pages[:num] = np.where(used, self._table[seats, :width], 0)
+        pages[num:, 0] = spare_page
+        last = pages[np.arange(num), starts // kv.page_size]
+        column(at_ids, np.zeros(num, dtype=np.int64), 0)
+        column(at_positions, starts, 0)
+        column(at_rows, last * kv.rows_per_page + starts % kv.page_size, spare_page * kv.rows_per_page)
+        column(at_lengths, starts + 1, 1)
+        numbers[at_seats : at_seats + num] = seats
+        end = at_pages + pages.size
+        numbers[at_pages:end] = pages.ravel()
+
+        def batch_in(block: torch.Tensor, in_host: Batch | None) -> Batch:
+            return Batch(
+                ids=block[at_ids : at_ids + num_rows],
+                positions=block[at_positions : at_positions + num_rows],
+                kv_rows=block[at_rows : at_rows + num_rows],
+                num_decode=num_rows,
+                decode_lengths=block[at_lengths : at_lengths + num_rows],
+                decode_pages=block[at_pages:end].view(num_rows, width),
+                chunks=(),
+                sample_rows=None,
+                host=in_host,
+            )
+
+        row_slot = np.full(num_rows, BASE, dtype=np.int32)
+        row_slot[:num] = decodes.slots
+        batch, own_seats = self._sent(host, end, batch_in), self._device[at_seats : at_seats + num]
+        return FilledStep(batch, row_slot, decodes.picks, scored=(), decode_seats=own_seats, pick_seats=own_seats)
+
+    def _sent(self, host: PinnedBlock, count: int, batch_in: Callable[[torch.Tensor, Batch | None], Batch]) -> Batch:
+        """Returns a step's batch where the model reads it, with the host's beside it if that is another."""
+        if self._device is host.data:
+            return batch_in(host.data, None)
+        host.send(self._device, count)
+        return batch_in(self._device, batch_in(host.data, None))
 
     def _add_pages(self, plan: Plan) -> None:
         """Enters new pages into the tables of their seats."""

@@ -7,32 +7,87 @@ from torch import Tensor
 
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.forms import Forms
+from dataplane.engine.graphs import Capture, Captures, CudaCapture, row_buckets
 from dataplane.lora.arena import Arena
 from dataplane.model.architecture import Architecture
-from dataplane.model.attention import PagedKv, TorchAttention
-from dataplane.model.pieces import TorchPieces
+from dataplane.model.attention import PagedKv
+from dataplane.model.triton_attention import TritonAttention
+from dataplane.model.triton_pieces import TritonPieces
 from kernels.descriptors import Descriptors
 from kernels.gpu.device import Gpu
-from kernels.gpu.low_rank import TritonLowRank
+from kernels.gpu.low_rank import TritonLowRank, Variant
 from kernels.sites import Site
+
+_GRAPH_BYTES = 4 << 20  # of one captured step beside its tensors; a guess until a card says more
 
 
 def device_forms(
-    config: EngineConfig, model: Architecture, *, kv: PagedKv, arena: Arena, sites: tuple[Site, ...], gpu: Gpu
+    config: EngineConfig,
+    model: Architecture,
+    *,
+    kv: PagedKv,
+    arena: Arena,
+    sites: tuple[Site, ...],
+    gpu: Gpu,
+    max_context: int,
 ) -> Forms:
-    """Builds the form of a device.
+    """Builds the form of a device; `max_context` is of one sequence.
 
     Raises:
         UnsupportedSitesError: A width of the model is not a multiple of 16.
+        UnsupportedAttentionError: Head dimension or page size.
     """
     low_rank = _low_rank(config, arena.tensor, arena.descriptors, sites=sites, gpu=gpu)
-    return Forms(f"triton, {gpu.name}", TorchAttention(model, kv), low_rank, TorchPieces())
+    attention = _attention(config, model, kv, gpu=gpu, max_context=max_context)
+    capture = capture_on(gpu, arena.tensor.device)
+    captures = None if capture is None else Captures(capture, low_rank, _variants(config))
+    return Forms(f"triton, {gpu.name}", attention, low_rank, TritonPieces(), captures)
 
 
-def scratch_bytes(config: EngineConfig, *, sites: tuple[Site, ...], gpu: Gpu, dtype: torch.dtype) -> int:
-    """Returns what the low-rank product will hold beside the arena: it is built where tensors have sizes and no memory."""
-    arena = torch.empty(0, dtype=dtype, device="meta")
-    return _low_rank(config, arena, Descriptors(1, 1, 1), sites=sites, gpu=gpu).scratch_bytes
+def capture_on(gpu: Gpu, device: torch.device) -> Capture | None:
+    """Returns how steps are captured; the interpreter has nothing to capture."""
+    return None if gpu.is_interpreted else CudaCapture(device)
+
+
+def scratch_bytes(
+    config: EngineConfig, model: Architecture, *, sites: tuple[Site, ...], gpu: Gpu, dtype: torch.dtype, max_context: int
+) -> int:
+    """Returns what the form will hold beside weights, pages and arena: it is built where tensors have sizes and no memory.
+
+    Raises:
+        UnsupportedSitesError: See `device_forms`.
+        UnsupportedAttentionError: Likewise.
+    """
+    nowhere = torch.device("meta")
+    kv = PagedKv(model, num_pages=1, page_size=config.page_size, dtype=dtype, device=nowhere)
+    attention = _attention(config, model, kv, gpu=gpu, max_context=max_context)
+    arena = torch.empty(0, dtype=dtype, device=nowhere)
+    low_rank = _low_rank(config, arena, Descriptors(1, 1, 1), sites=sites, gpu=gpu)
+    return attention.scratch_bytes + low_rank.scratch_bytes
+
+
+def graph_bytes(config: EngineConfig, *, vocab_size: int, row_bytes: int, dtype: torch.dtype) -> int:
+    """Returns what captured steps will hold: activations of the largest, since they share them, logits, and the graphs."""
+    if config.device == "cpu":
+        return 0
+    buckets = row_buckets(config.max_sequences)
+    num_graphs = len(buckets) * len(_variants(config))
+    return buckets[-1] * (row_bytes + 2 * vocab_size * dtype.itemsize) + num_graphs * _GRAPH_BYTES
+
+
+def _variants(config: EngineConfig) -> tuple[Variant, ...]:
+    return tuple(Variant) if config.arena_bytes else (Variant.NONE,)
+
+
+def _attention(config: EngineConfig, model: Architecture, kv: PagedKv, *, gpu: Gpu, max_context: int) -> TritonAttention:
+    return TritonAttention(
+        model,
+        kv,
+        gpu=gpu,
+        max_rows=config.max_step_tokens,
+        max_sequences=config.max_sequences,
+        max_context=max_context,
+    )
 
 
 def _low_rank(

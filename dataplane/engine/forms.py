@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from dataplane.engine.config import EngineConfig
+from dataplane.engine.graphs import Captures
 from dataplane.lora.arena import Arena
 from dataplane.model.architecture import Architecture
 from dataplane.model.attention import Attention, PagedKv, TorchAttention
@@ -58,12 +59,14 @@ class Forms:
         attention: Over the KV pages; it owns the order inside a block of the cache.
         low_rank: The adapters' part.
         pieces: What lies between.
+        captures: How steps that decode are captured; None where they are computed anew each time.
     """
 
     name: str
     attention: Attention
     low_rank: StepLowRank
     pieces: Pieces
+    captures: Captures[Any] | None = None
 
 
 def model_sites(form: Architecture) -> tuple[Site, ...]:
@@ -118,7 +121,9 @@ def find_gpu(config: EngineConfig) -> Gpu | None:
         raise NoDeviceFormError(f"{asked} cannot be had: {error}") from error
 
 
-def choose_forms(config: EngineConfig, model: Architecture, *, kv: PagedKv, arena: Arena, sites: tuple[Site, ...]) -> Forms:
+def choose_forms(
+    config: EngineConfig, model: Architecture, *, kv: PagedKv, arena: Arena, sites: tuple[Site, ...], max_context: int
+) -> Forms:
     """Returns the forms that `config.cpu_form` asks for; `auto` takes the native one where it can be had and logs why not.
 
     Raises:
@@ -128,7 +133,7 @@ def choose_forms(config: EngineConfig, model: Architecture, *, kv: PagedKv, aren
     if (gpu := find_gpu(config)) is not None:
         from dataplane.engine.device_forms import device_forms
 
-        return device_forms(config, model, kv=kv, arena=arena, sites=sites, gpu=gpu)
+        return device_forms(config, model, kv=kv, arena=arena, sites=sites, gpu=gpu, max_context=max_context)
     native, suffix = find_native(config, model), ", batch-invariant" * config.batch_invariant
     if isinstance(native, Native):
         return Forms(

@@ -21,6 +21,9 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 _MIB = 1 << 20
+_LIBRARY_BYTES = (
+    256 << 20
+)  # workspaces of the device's libraries and what its allocator rounds up; a guess until a card says more
 
 
 class DoesNotFitError(FailedPreconditionError):
@@ -36,7 +39,9 @@ class MemoryPlan:
         workspace: Activations and logits of the largest step, and what its form gathers.
         arena: Adapters.
         kv: KV pages.
+        graphs: Captured steps and the device's libraries; 0 on the CPU.
         num_pages: KV pages that can be handed out.
+        num_spare: Pages beside those: page 0, which is always zero, and for captured steps the page of rows that pad.
         max_context: Tokens of one sequence at most: the least of the model's, the setting's and what all pages hold.
     """
 
@@ -44,13 +49,15 @@ class MemoryPlan:
     workspace: int
     arena: int
     kv: int
+    graphs: int
     num_pages: int
+    num_spare: int
     max_context: int
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.workspace + self.arena + self.kv
+        return self.weights + self.workspace + self.arena + self.kv + self.graphs
 
     def lines(self, available: int | None) -> tuple[str, ...]:
         """Returns the plan as a table to print."""
@@ -59,6 +66,7 @@ class MemoryPlan:
             ("step workspace", self.workspace, ""),
             ("adapter arena", self.arena, ""),
             ("KV pages", self.kv, f"{self.num_pages} pages, context of {self.max_context} tokens"),
+            *([("graphs", self.graphs, "captured steps, and the device's libraries")] if self.graphs else []),
             ("total", self.total, "" if available is None else f"of {available / _MIB:,.0f} MiB available"),
         ]
         return tuple(f"{name:<16}{size / _MIB:>10,.1f} MiB  {note}".rstrip() for name, size, note in table)
@@ -72,9 +80,10 @@ def plan_memory(config: EngineConfig, model: Architecture) -> MemoryPlan:
     """
     dtype: torch.dtype = getattr(torch, config.dtype)
     page_bytes = model.num_layers * 2 * config.page_size * model.kv_size * dtype.itemsize
-    num_pages = config.kv_bytes // page_bytes - 1
+    num_spare = 2 if config.has_device_form else 1
+    num_pages = config.kv_bytes // page_bytes - num_spare
     if num_pages < 1:
-        raise DoesNotFitError(f"kv_bytes = {config.kv_bytes} is less than two KV pages of {page_bytes} bytes")
+        raise DoesNotFitError(f"kv_bytes = {config.kv_bytes} is less than {num_spare + 1} KV pages of {page_bytes} bytes")
     limits = [model.max_context, num_pages * config.page_size]
     if config.max_context:
         limits.append(config.max_context)
@@ -89,10 +98,20 @@ def plan_memory(config: EngineConfig, model: Architecture) -> MemoryPlan:
         + counts
         + _form_bytes(config, model, page_bytes=page_bytes, max_context=max_context, dtype=dtype),
         arena=config.arena_bytes,
-        kv=(num_pages + 1) * page_bytes,
+        kv=(num_pages + num_spare) * page_bytes,
+        graphs=_graph_bytes(config, model, row_bytes=per_row * dtype.itemsize, dtype=dtype),
         num_pages=num_pages,
+        num_spare=num_spare,
         max_context=max_context,
     )
+
+
+def _graph_bytes(config: EngineConfig, model: Architecture, *, row_bytes: int, dtype: torch.dtype) -> int:
+    if config.device == "cpu":
+        return 0
+    from dataplane.engine.device_forms import graph_bytes
+
+    return _LIBRARY_BYTES + graph_bytes(config, vocab_size=model.vocab_size, row_bytes=row_bytes, dtype=dtype)
 
 
 def _form_bytes(config: EngineConfig, model: Architecture, *, page_bytes: int, max_context: int, dtype: torch.dtype) -> int:
@@ -100,16 +119,16 @@ def _form_bytes(config: EngineConfig, model: Architecture, *, page_bytes: int, m
 
     The native form reads pages and rank rows in place and holds the shrunk rows of one site, in float32. PyTorch's gathers the
     pages of a layer, and keeps all rank rows of a step gathered, site by site; with `batch_invariant` the pages of one row only.
-    A device's holds the shrunk rows of one site for every tile of a step.
+    A device's holds the shrunk rows of one site for every tile of a step, and attention's parts.
     """
     if isinstance(find_native(config, model), Native):
         most_slices = max(Counter(part.site for part in model.projections).values())
         return config.max_step_tokens * most_slices * config.max_rank * 4 if config.arena_bytes else 0
-    gathered = _gathered_bytes(config, model, page_bytes=page_bytes, max_context=max_context)
     if (gpu := find_gpu(config)) is not None:
         from dataplane.engine.device_forms import scratch_bytes
 
-        return gathered + scratch_bytes(config, sites=model_sites(model), gpu=gpu, dtype=dtype)
+        return scratch_bytes(config, model, sites=model_sites(model), gpu=gpu, dtype=dtype, max_context=max_context)
+    gathered = _gathered_bytes(config, model, page_bytes=page_bytes, max_context=max_context)
     rank_row = model.num_layers * sum(part.in_features + part.out_features for part in model.projections)
     keeps_rows = config.arena_bytes and not config.batch_invariant
     return gathered + (config.max_step_rank_rows * rank_row * dtype.itemsize if keeps_rows else 0)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dataplane.engine.batch import StepBuffers
+from dataplane.engine.batch import FilledStep, StepBuffers
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.forms import choose_forms, model_sites
+from dataplane.engine.graphs import Captures, DecodeGraphs, row_buckets
 from dataplane.engine.memory import MemoryPlan
 from dataplane.engine.messages import Logprobs
 from dataplane.engine.plan import Chosen, Plan, Result
@@ -75,8 +78,12 @@ class Runner:
             dtype=config.dtype,
             device=device,
         )
-        self.kv = PagedKv(model, num_pages=memory.num_pages + 1, page_size=config.page_size, dtype=dtype, device=device)
-        forms = choose_forms(config, model, kv=self.kv, arena=self.arena, sites=model_sites(model))
+        self.kv = PagedKv(
+            model, num_pages=memory.num_pages + memory.num_spare, page_size=config.page_size, dtype=dtype, device=device
+        )
+        forms = choose_forms(
+            config, model, kv=self.kv, arena=self.arena, sites=model_sites(model), max_context=memory.max_context
+        )
         self.form, self._attention, self._low_rank = forms.name, forms.attention, forms.low_rank
         with torch.inference_mode():
             self._model = load_decoder(
@@ -101,6 +108,9 @@ class Runner:
         self._hosts = [torch.empty(config.max_sequences, dtype=torch.int64, pin_memory=on_cuda) for _ in range(2)]
         self._device = device
         self.watch = Stopwatch()
+        self._graphs = None
+        if forms.captures is not None:
+            self._graphs = self._captured(forms.captures, max_sequences=config.max_sequences, dtype=dtype)
 
     def run(self, plan: Plan) -> list[Result]:
         """Runs one step and returns what came of the rows that sample or are scored, in order."""
@@ -114,13 +124,21 @@ class Runner:
         new_pages += [page for rows in plan.rows for page in rows.new_pages[rows.num_shared_pages :]]
         if new_pages:
             self.kv.clear(upload(new_pages, torch.int64, self._device))
-        step = self._buffers.fill(plan, self.kv)
+        num_rows = None if self._graphs is None else self._graphs.bucket(plan)
+        step = self._buffers.fill(plan, self.kv) if num_rows is None else self._fill_decodes(plan, num_rows)
         step.batch.ids[: len(step.decode_seats)] = self._last_token[step.decode_seats]
         for planned in plan.rows:
             self._sampler.start(planned)
-        self._low_rank.begin_step(build_rank_rows(step.row_slot, self.arena.descriptors.largest_rank))
-        self.watch.lap("fill")
-        logits = self._model.forward(step.batch, self._attention, self._low_rank)
+        rank_rows = build_rank_rows(step.row_slot, self.arena.descriptors.largest_rank)
+        if self._graphs is None or num_rows is None:
+            self._low_rank.begin_step(rank_rows)
+            self.watch.lap("fill")
+            logits = self._model.forward(step.batch, self._attention, self._low_rank)
+        else:
+            variant = self._graphs.begin_step(rank_rows)
+            self._attention.begin_step(step.batch)
+            self.watch.lap("fill")
+            logits = self._graphs.replay(num_rows, variant)
         self.watch.lap("forward")
         num_sampled = len(step.picks)
         tokens = self._no_tokens
@@ -147,6 +165,24 @@ class Runner:
             if results[i] is not None:
                 results[i] = more
         return _with_scores(launched.plan, results, launched.scores) if launched.scores else results
+
+    def _fill_decodes(self, plan: Plan, num_rows: int) -> FilledStep:
+        return self._buffers.fill_decodes(plan, self.kv, num_rows=num_rows, spare_page=len(self.kv.data) - 1)
+
+    @torch.inference_mode()
+    def _captured(self, captures: Captures[Any], *, max_sequences: int, dtype: torch.dtype) -> DecodeGraphs[Any]:
+        """Captures every step that there may be whose rows all decode, the largest first, since they share memory."""
+        buckets = row_buckets(max_sequences)
+        logits = torch.zeros(buckets[-1], self._model.form.vocab_size, dtype=dtype, device=self._device)
+        graphs = DecodeGraphs(captures, buckets=buckets, logits=logits)
+        nobody = Plan((), 0, frozenset())
+        for num_rows in reversed(buckets):
+            step = self._fill_decodes(nobody, num_rows)
+            self._attention.begin_step(step.batch)
+            for variant in captures.variants:
+                captures.low_rank.begin_step(build_rank_rows(step.row_slot, self.arena.descriptors.largest_rank), variant=variant)
+                graphs.add(num_rows, variant, partial(self._model.compute, step.batch, self._attention, self._low_rank))
+        return graphs
 
     def _on_host(self, tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """Starts the one copy of a step from the device; steps take the two host buffers in turn."""

@@ -43,8 +43,12 @@ class Decoder:
         Returns:
             [sampled rows, vocab], in the model's dtype.
         """
-        form, pieces = self.form, self.pieces
         attention.begin_step(batch)
+        return self.compute(batch, attention, low_rank)
+
+    def compute(self, batch: Batch, attention: Attention, low_rank: LowRank) -> Tensor:
+        """Does what `forward` does once attention and the low-rank part have begun the step: what can be captured of it."""
+        form, pieces = self.form, self.pieces
         x = self.embedding[batch.ids]
         if self.embedding_scale != 1:
             x *= self.embedding_scale

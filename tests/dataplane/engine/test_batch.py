@@ -111,3 +111,25 @@ def test_buffers_keep_their_addresses(buffers: StepBuffers, kv: PagedKv) -> None
     second = buffers.fill(plan(rows(0, 2, (3,)), rows(1, 0, (1,), new_pages=(7,))), kv).batch
     assert first.ids.data_ptr() == second.ids.data_ptr()
     assert first.kv_rows.data_ptr() == second.kv_rows.data_ptr()
+
+
+def test_a_captured_step_has_the_rows_of_the_plain_one_and_rows_of_nobody_behind(kv: PagedKv) -> None:
+    def buffers() -> StepBuffers:
+        made = StepBuffers(max_step_tokens=16, max_sequences=4, max_pages=5, device=CPU)
+        made.fill(plan(rows(2, 0, (9,) * 6, new_pages=(7, 3)), rows(0, 0, (1,) * 3, new_pages=(5,))), kv)
+        return made
+
+    picks = Picks(np.array([2, 0]), [SAMPLING] * 2, np.array([1, 1]), {})
+    decodes = Decodes(picks, np.array([1, 3], dtype=np.int32), np.array([6, 3]))
+    step = Plan((), 2, frozenset(), decodes)
+    plain, captured = buffers().fill(step, kv), buffers().fill_decodes(step, kv, num_rows=4, spare_page=19)
+    for name in ("positions", "kv_rows", "decode_lengths", "decode_pages"):
+        assert getattr(captured.batch, name)[:2].tolist() == getattr(plain.batch, name).tolist(), name
+    assert captured.decode_seats.tolist() == captured.pick_seats.tolist() == [2, 0]
+    assert captured.row_slot.tolist() == [1, 3, -1, -1]
+    batch = captured.batch
+    assert batch.num_decode == 4
+    assert batch.decode_lengths[2:].tolist() == [1, 1]
+    assert batch.decode_pages[2:].tolist() == [[19, 0]] * 2
+    assert batch.kv_rows[2:].tolist() == [kv.row_of(19, 0)] * 2
+    assert batch.ids[2:].tolist() == batch.positions[2:].tolist() == [0, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,3 +73,25 @@ def test_the_machine_says_what_it_has() -> None:
     available = available_bytes(torch.device("cpu"))
     assert available is not None
     assert available > 1 << 20
+
+
+def test_a_device_holds_captured_steps_and_a_page_for_rows_that_pad(
+    tiny_config: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = SimpleNamespace(name="Card", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    on_cpu, on_device = (plan_memory(tiny_config(device=device, cpu_form="torch"), plain.config) for device in ("cpu", "cuda"))
+    assert (on_cpu.graphs, on_cpu.num_spare, on_device.num_spare) == (0, 1, 2)
+    assert on_device.num_pages == on_cpu.num_pages - 1
+    assert on_device.kv == on_cpu.kv
+    without_adapters = plan_memory(tiny_config(device="cuda", arena_bytes=0), plain.config)
+    assert on_device.graphs - without_adapters.graphs == 2 * 4 * (4 << 20), "two variants more of buckets 1, 2, 4 and 8"
+    assert on_device.workspace > without_adapters.workspace
+    assert sum("graphs" in line for line in on_device.lines(None)) == 1
+    assert on_device.total == sum((on_device.weights, on_device.workspace, on_device.arena, on_device.kv, on_device.graphs))
+
+
+def test_the_memory_of_a_device_is_what_its_driver_says_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7 << 30, 80 << 30))
+    assert available_bytes(torch.device("cuda")) == 7 << 30

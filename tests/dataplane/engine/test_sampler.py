@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from typing import Any
 
 import pytest
@@ -155,3 +156,18 @@ def test_no_setting_makes_finite_logits_count_as_not_finite(
     samples = sampler.sample(logits.to(dtype).repeat(1, 1), picks([row]))
     assert samples.finite.tolist() == [True]
     assert samples.tokens.tolist() == [likeliest]
+
+
+def test_a_device_draws_among_all_tokens_where_a_few_may_not_do_and_gets_the_same_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = [
+        Sampling(max_tokens=1, temperature=1.0, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+        for seed, (top_p, top_k, min_p) in enumerate(itertools.product((1.0, 0.7), (0, 5, 64, 65), (0.0, 0.05)))
+    ]
+    logits = torch.randn(len(settings), 300, generator=torch.Generator().manual_seed(5))
+    noise = [uniform(one.seed, 3) for one in settings]
+    on_cpu = module._draw(logits, settings, noise)
+    whole = [row for row, one in enumerate(settings) if one.top_k not in {5, 64}]
+    assert module._undecided(torch.empty(0, device="meta"), settings, whole=False) == whole
+    assert module._undecided(torch.empty(0, device="meta"), settings, whole=True) == []
+    monkeypatch.setattr(module, "_undecided", lambda *_, whole: list(range(len(settings))))
+    assert module._draw(logits, settings, noise).tolist() == on_cpu.tolist()

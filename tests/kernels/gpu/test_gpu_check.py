@@ -15,7 +15,7 @@ from benchmarks.gpu_check import NO_DEVICE, PARTS, Figure, Outcome, Part, check,
 from benchmarks.gpu_world import BaseModel, build_adapters, error_over_bound
 from benchmarks.roofline import LLAMA_7B, Shapes, floor_ratio
 from kernels.gpu.paths import Path
-from tests.test_layers import DEVICE_LIBRARIES, import_watched
+from tests.test_layers import DEVICE_LIBRARIES, DEVICE_PACKAGES, import_watched
 
 TINY = Shapes(num_layers=1, hidden=64, kv=32, mlp=96, vocab=48)
 
@@ -32,7 +32,7 @@ def test_it_needs_no_library_that_a_bare_gpu_machine_lacks():
     result = import_watched(
         ["benchmarks.gpu_check", "benchmarks.gpu_parts"],
         allowed=DEVICE_LIBRARIES,
-        packages=("benchmarks", "kernels", "veneer.errors"),
+        packages=("benchmarks", *DEVICE_PACKAGES, "veneer.errors"),
     )
     assert result.returncode == 0, result.stderr
 
