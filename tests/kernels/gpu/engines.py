@@ -113,7 +113,7 @@ def answer(config, paths, requests, *, prepare=lambda _engine: None):
                 if isinstance(event, Failed):
                     failed[event.request_id] = event.status
                     ended.add(event.request_id)
-                for delta in event.deltas if isinstance(event, Tokens) else ():
+                for delta in event.deltas() if isinstance(event, Tokens) else ():
                     tokens[delta.request_id] += delta.ids
                     if delta.finish is not None:
                         ended.add(delta.request_id)
