@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from pathlib import Path
 
 from benchmarks import report
+from benchmarks.catalogue import Stack, measure_cycles, measure_store
 from benchmarks.fleet import ImageFolder
 from benchmarks.loads import measure_copy, measure_load
 from benchmarks.replay import measure_replay, measure_waste
@@ -28,6 +30,7 @@ def sections(scale: Scale) -> dict[str, Callable[[], list[Row]]]:
     """Returns what there is to measure, by name."""
     folder, model = default_folder().with_name("bench-adapters"), prepare()
     images, base = ImageFolder(folder, model), describe_base(model)
+    cycles = (200, 1200) if scale is FULL else (20, 60)
     count, seconds = (20_000, 10.0) if scale is FULL else (4000, 4.0)
     return {
         "hits": lambda: measure_replay(catalogue=scale.catalogue, room=scale.room, count=count),
@@ -40,10 +43,18 @@ def sections(scale: Scale) -> dict[str, Callable[[], list[Row]]]:
         ),
         "copy": lambda: measure_copy(ImageFolder(folder, model, rank=16), count=8),
         "load": lambda: asyncio.run(measure_load(images, room=scale.room, seconds=seconds, rounds=scale.rounds)),
+        "store": lambda: _on_stack(folder, scale, lambda stack: measure_store(stack, count=40 if scale is FULL else 15)),
+        "cycles": lambda: _on_stack(folder, scale, lambda stack: measure_cycles(stack, first=cycles[0], last=cycles[1])),
         "zipf": lambda: asyncio.run(measure_zipf(images, scale)),
         "uniform": lambda: asyncio.run(measure_uniform(images, scale)),
         "ttft": lambda: asyncio.run(measure_ttft(images, scale)),
     }
+
+
+def _on_stack(folder: Path, scale: Scale, measure: Callable[[Stack], Coroutine[None, None, list[Row]]]) -> list[Row]:
+    stack = Stack(folder.with_name(f"bench-catalogue-{scale.catalogue}"), prepare(), catalogue=scale.catalogue, room=scale.room)
+    with stack.running():
+        return asyncio.run(measure(stack))
 
 
 def main() -> None:

@@ -1,0 +1,216 @@
+"""A catalogue of thousands of adapters behind both planes, kept between runs: requests that find theirs in the store alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+from prometheus_client import CollectorRegistry
+
+from benchmarks.fleet import PROMPT_TOKENS
+from benchmarks.random_adapters import block_bytes, kind_of, write_adapter
+from benchmarks.report import Row
+from benchmarks.workload import SEED, AdapterKey
+from controlplane.blobs import Blobs
+from controlplane.catalog import Catalog
+from controlplane.db import Database
+from controlplane.publish import Publisher, PublishMetrics, PublishOrder
+from controlplane.settings import Settings
+from controlplane.spool import CONFIG, WEIGHTS, Part
+from veneer.artifact import BaseDescription, Limits, Report, check, describe_base
+from veneer.client import Client
+from veneer.dataplane.v1 import generation_pb2
+from veneer.local.stack import LocalStack
+
+_TENANT = "bench"
+_PART_BYTES = 1 << 20
+_RESIDENT = 8
+_MARGIN = 1.3
+"""Room in host memory over the bytes that fit."""
+
+
+async def _checked(config_path: Path, weights_path: Path, base: BaseDescription, limits: Limits, *, timeout_s: float) -> Report:
+    """Checks files of ours without a jail."""
+    del timeout_s
+    config = await asyncio.to_thread(config_path.read_bytes)
+    return (await asyncio.to_thread(check, config, weights_path, base, limits)).report
+
+
+class Stack:
+    """Both planes over a folder of their own, and a tenant with a catalogue. No version is in host memory at the start.
+
+    Args:
+        folder: State of the planes; what was published stays there.
+        model: Hugging Face folder of the base.
+        catalogue: Adapters.
+        room: Adapters on the device; ten times as many have room in host memory.
+    """
+
+    def __init__(self, folder: Path, model: Path, *, catalogue: int, room: int) -> None:
+        self.base = describe_base(model)
+        self._catalogue = catalogue
+        sizes = [sum(block_bytes(self.base, kind_of(number))) for number in range(catalogue)]
+        mean = sum(sizes) // catalogue
+        print(f"{catalogue} adapters, {sum(sizes) / 1e9:.2f} GB, in {folder}", flush=True)
+        settings = {
+            "max_sequences": "64",
+            "kv_bytes": str(1 << 30),
+            "arena_bytes": str(room * (max(sizes) + (64 << 10))),
+            "max_slots": str(room),
+            "host_cache_bytes": str(int(_MARGIN * 10 * room * mean)),
+            "hints_per_s": "0.001",
+        }
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        self.local = LocalStack(folder, model, data_settings=settings)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Stack]:
+        """Starts both planes and publishes what the catalogue lacks; stops them at the end."""
+        with self.local as local:
+            local.add_tenant(_TENANT)
+            asyncio.run(self._seed())
+            yield self
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        """A client with the tenant's key."""
+        state = self.local.state
+        client = Client(control=state.control, data=state.data, key=state.tenant_key or "", timeout_s=60.0)
+        try:
+            yield client
+        finally:
+            await client.close()
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """Returns the processes of the planes, by name."""
+        control, data = (psutil.Process(plane.process.pid) for plane in (self.local.control_plane, self.local.data_plane))
+        return {"controlplane": control, "dataplane": data, "engine": data.children()[0]}
+
+    async def _seed(self) -> None:
+        store = (self.local.folder / "store").as_uri()
+        settings = Settings(database_url=self.local.postgres.url(user="veneer_app", scheme="postgresql"), store_url=store)
+        database = Database(settings)
+        publisher = Publisher(database, Blobs(store), settings, check=_checked, metrics=PublishMetrics(CollectorRegistry()))
+        try:
+            known = await self._published(Catalog(database))
+            missing = [key for key in map(kind_of, range(self._catalogue)) if key.name not in known]
+            start = time.monotonic()
+            line = iter(missing)
+
+            async def work() -> None:
+                for key in line:
+                    await self._publish(publisher, key)
+
+            await asyncio.gather(work(), work())
+            if missing:
+                print(f"published {len(missing)} adapters in {time.monotonic() - start:.0f} s", flush=True)
+        finally:
+            await database.close()
+
+    async def _publish(self, publisher: Publisher, key: AdapterKey) -> None:
+        with tempfile.TemporaryDirectory(prefix="veneer-bench-") as folder:
+            files = await asyncio.to_thread(write_adapter, Path(folder), self.base, key)
+            order = PublishOrder(adapter=key.name, base=self.base.digest, request_id=key.name)
+            await publisher.publish(_TENANT, order, parts=_parts(files))
+
+    async def _published(self, catalog: Catalog) -> set[str]:
+        known: set[str] = set()
+        token = ""
+        while True:
+            page, token = await catalog.adapters(_TENANT, page_size=0, token=token)
+            known |= {adapter.name for adapter in page}
+            if not token:
+                return known
+
+
+async def _parts(folder: Path) -> AsyncIterator[Part]:
+    for name in (CONFIG, WEIGHTS):
+        with (folder / name).open("rb") as file:
+            while data := file.read(_PART_BYTES):
+                yield Part(name, data)
+
+
+async def _times(client: Client, prompt: list[int], *, adapter: str, output_tokens: int) -> list[float]:
+    """Runs one request; returns when it was sent and when its tokens came."""
+    sampling = generation_pb2.SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+    times = [time.perf_counter()]
+    async for event in client.generate(prompt, adapter=adapter, sampling=sampling):
+        if isinstance(event, generation_pb2.Chunk) and event.ids:
+            times += [time.perf_counter()] * len(event.ids)
+    return times
+
+
+async def measure_store(stack: Stack, *, count: int) -> list[Row]:
+    """Sends visitors beside resident streams, in turns on a warm adapter and on one that only the store has."""
+    random = np.random.default_rng(SEED)
+
+    def prompt() -> list[int]:
+        ids: list[int] = random.integers(10, stack.base.vocab_size, PROMPT_TOKENS).tolist()
+        return ids
+
+    fresh = [kind_of(int(number)).name for number in random.permutation(np.arange(_RESIDENT, stack._catalogue))]
+    resident = [kind_of(number).name for number in range(_RESIDENT)]
+    gaps: list[float] = []
+    waits: dict[str, list[float]] = {"warm": [], "cold": []}
+    async with stack.client() as client:
+
+        async def run(adapter: str) -> None:
+            while True:
+                times = await _times(client, prompt(), adapter=adapter, output_tokens=400)
+                gaps.extend(np.diff(times[1:]))
+
+        for adapter in resident:
+            await _times(client, prompt(), adapter=adapter, output_tokens=2)
+        tasks = [asyncio.create_task(run(adapter)) for adapter in resident]
+        try:
+            await asyncio.sleep(1.0)
+            for turn in range(count):
+                for kind, adapter in (("warm", resident[turn % _RESIDENT]), ("cold", fresh[turn])):
+                    times = await _times(client, prompt(), adapter=adapter, output_tokens=2)
+                    waits[kind].append(times[1] - times[0])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    cold_s, warm_s = statistics.median(waits["cold"]), statistics.median(waits["warm"])
+    step_s = statistics.median(gap for gap in gaps if gap > 0)
+    print(
+        f"to the first token: cold {cold_s * 1e3:.1f}, warm {warm_s * 1e3:.1f} ms; a step takes {step_s * 1e3:.1f} ms", flush=True
+    )
+    return [
+        Row("cold_ttft_store", (cold_s - warm_s) / step_s, unit="steps", target="<= 5"),
+        Row("cold_ttft_store_ms", (cold_s - warm_s) * 1e3, unit="ms"),
+    ]
+
+
+async def measure_cycles(stack: Stack, *, first: int, last: int) -> list[Row]:
+    """Publishes versions, has each serve a request, and retires the one before; compares what the processes hold."""
+    held: dict[int, dict[str, int]] = {}
+    adapter, before = f"cycles-{time.time_ns()}", ""
+    async with stack.client() as client:
+        for cycle in range(1, last + 1):
+            key = AdapterKey(time.time_ns(), 4, "qv")
+            with tempfile.TemporaryDirectory(prefix="veneer-bench-") as folder:
+                files = write_adapter(Path(folder), stack.base, key)
+                published = await client.publish(files, adapter=adapter, base=stack.base.digest, alias="stable")
+            version = published.version.digest
+            await _times(client, [1, 2, 3], adapter=adapter, output_tokens=1)
+            if before:
+                await client.retire(adapter, before)
+            before = version
+            if cycle in (first, last):
+                held[cycle] = {name: process.memory_info().rss for name, process in stack.processes().items()}
+                print(f"after {cycle} cycles: " + ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in held[cycle].items()))
+    ratios = {name: held[last][name] / held[first][name] for name in held[last]}
+    return [
+        Row("rss_cycles", max(ratios.values()), target="<= 1.01"),
+        *(Row(f"rss_cycles/{name}", ratio) for name, ratio in ratios.items()),
+    ]
