@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,13 +14,22 @@ from dataplane.engine.graphs import Capture, Captures, CudaCapture, row_buckets
 from dataplane.lora.arena import Arena
 from dataplane.model.architecture import Architecture
 from dataplane.model.attention import PagedKv
+from dataplane.model.decoder import Decoder
+from dataplane.model.linear import PlainLinear
+from dataplane.model.projected_stack import ProjectedStack
+from dataplane.model.stack import PieceStack
 from dataplane.model.triton_attention import TritonAttention
 from dataplane.model.triton_pieces import TritonPieces
 from kernels.descriptors import Descriptors
 from kernels.gpu.device import Gpu
 from kernels.gpu.low_rank import TritonLowRank, Variant
+from kernels.gpu.paths import Paths
+from kernels.gpu.tiles import TILES
+from kernels.gpu.trial import Trial, device_clock
 from kernels.sites import Site
 
+_TRIAL_LAYERS = 8  # whose weights follow each other, so that none stays in a cache
+_log = logging.getLogger(__name__)
 _GRAPH_BYTES = 4 << 20  # of one captured step beside its tensors; a guess until a card says more
 
 
@@ -41,7 +53,31 @@ def device_forms(
     attention = _attention(config, model, kv, gpu=gpu, max_context=max_context)
     capture = capture_on(gpu, arena.tensor.device)
     captures = None if capture is None else Captures(capture, low_rank, _variants(config))
-    return Forms(f"triton, {gpu.name}", attention, low_rank, TritonPieces(), captures)
+
+    def fit(decoder: Decoder) -> Decoder:
+        stack = decoder.stack
+        assert isinstance(stack, PieceStack), "Triton's pieces have no stack of their own"
+        if config.arena_bytes and not gpu.is_interpreted:
+            paths = _measured(stack, sites, gpu=gpu, most=config.max_sequences)
+            _log.info("paths around base products", extra={"paths": str(paths)})
+            low_rank.use(paths)
+        return replace(decoder, stack=ProjectedStack(stack.form, stack.layers, stack.rotaries, stack.pieces))
+
+    return Forms(f"triton, {gpu.name}", attention, low_rank, TritonPieces(), captures, fit)
+
+
+def _measured(stack: PieceStack, sites: tuple[Site, ...], *, gpu: Gpu, most: int) -> Paths:
+    """Takes the times of every path at every site, with the model's own weights, for the buckets that decode steps reach."""
+    weights = {
+        site.name: [
+            linear.weight
+            for layer in stack.layers[:_TRIAL_LAYERS]
+            if isinstance(linear := getattr(layer, site.name), PlainLinear)
+        ]
+        for site in sites
+    }
+    buckets = [tiles.max_rows for i, tiles in enumerate(TILES[:-1]) if i == 0 or TILES[i - 1].max_rows < most]
+    return Trial(sites, weights, gpu=gpu, clock=device_clock).paths(buckets)
 
 
 def capture_on(gpu: Gpu, device: torch.device) -> Capture | None:

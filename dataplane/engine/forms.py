@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +15,7 @@ from dataplane.engine.graphs import Captures
 from dataplane.lora.arena import Arena
 from dataplane.model.architecture import Architecture
 from dataplane.model.attention import Attention, PagedKv, TorchAttention
+from dataplane.model.decoder import Decoder
 from dataplane.model.invariant import RowAttention, TiledPieces
 from dataplane.model.native_attention import NativeAttention, check_shapes
 from dataplane.model.pieces import NativePieces, Pieces, TorchPieces
@@ -50,6 +52,10 @@ class NoDeviceFormError(FailedPreconditionError):
     """The settings ask for a device that this machine does not have, or for what its form does not do."""
 
 
+def _as_it_is(model: Decoder) -> Decoder:
+    return model
+
+
 @dataclass(frozen=True, slots=True)
 class Forms:
     """One form of everything that has several.
@@ -60,6 +66,7 @@ class Forms:
         low_rank: The adapters' part.
         pieces: What lies between.
         captures: How steps that decode are captured; None where they are computed anew each time.
+        fit: Takes the loaded model and returns it as the form runs it; may measure first.
     """
 
     name: str
@@ -67,6 +74,7 @@ class Forms:
     low_rank: StepLowRank
     pieces: Pieces
     captures: Captures[Any] | None = None
+    fit: Callable[[Decoder], Decoder] = _as_it_is
 
 
 def model_sites(form: Architecture) -> tuple[Site, ...]:

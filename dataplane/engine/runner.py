@@ -86,9 +86,10 @@ class Runner:
         )
         self.form, self._attention, self._low_rank = forms.name, forms.attention, forms.low_rank
         with torch.inference_mode():
-            self._model = load_decoder(
+            loaded = load_decoder(
                 Path(config.model_dir), model, max_context=memory.max_context, dtype=dtype, device=device, pieces=forms.pieces
             )
+            self._model = forms.fit(loaded)
         self._buffers = StepBuffers(
             max_step_tokens=config.max_step_tokens,
             max_sequences=config.max_sequences,

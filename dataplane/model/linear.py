@@ -48,7 +48,7 @@ def pack_linear(
         return NativeLinear(weight, native, bias, pages=pages)
     if weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and _has_packed_bf16():
         return _Packed(weight, bias)
-    return _Plain(weight, bias)
+    return PlainLinear(weight, bias)
 
 
 def _has_packed_bf16() -> bool:
@@ -93,12 +93,20 @@ class NativeLinear:
         return y
 
 
-class _Plain:
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+class PlainLinear:
+    """The library's product.
+
+    Attributes:
+        weight: [out, in].
+        bias: [out], or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+        """Returns the product with x, [T, in]."""
+        return F.linear(x, self.weight, self.bias)
 
 
 class _Packed:

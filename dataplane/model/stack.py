@@ -107,8 +107,7 @@ class PieceStack:
         y: Tensor | None = None
         for i, (layer, of) in enumerate(zip(self.layers, form.layers, strict=True)):
             h = pieces.add_norm(x, y, layer.attention_norm, eps)
-            qkv = layer.qkv(h)
-            low_rank.add_(qkv, h, layer=i, site="qkv")
+            qkv = self._product(layer.qkv, h, low_rank, layer=i, site="qkv")
             heads = qkv.view(-1, num_turned + form.num_kv_heads, form.head_dim)
             qk, v = heads[:, :num_turned], heads[:, num_turned:]
             if layer.qk_norm is not None:
@@ -116,17 +115,20 @@ class PieceStack:
             if of.rope is not None:
                 qk = pieces.rotate(qk, *angles[of.rope])
             attended = attention(qk, v, layer=i)
-            y = layer.o(attended)
-            low_rank.add_(y, attended, layer=i, site="o")
+            y = self._product(layer.o, attended, low_rank, layer=i, site="o")
             if layer.post_attention_norm is not None:
                 y = pieces.norm(y, layer.post_attention_norm, eps)
 
             h = pieces.add_norm(x, y, layer.mlp_norm, eps)
-            gate_up = layer.gate_up(h)
-            low_rank.add_(gate_up, h, layer=i, site="gate_up")
+            gate_up = self._product(layer.gate_up, h, low_rank, layer=i, site="gate_up")
             h = gated(gate_up)
-            y = layer.down(h)
-            low_rank.add_(y, h, layer=i, site="down")
+            y = self._product(layer.down, h, low_rank, layer=i, site="down")
             if layer.post_mlp_norm is not None:
                 y = pieces.norm(y, layer.post_mlp_norm, eps)
+        return y
+
+    @staticmethod
+    def _product(linear: Linear, x: Tensor, low_rank: LowRank, *, layer: int, site: str) -> Tensor:
+        y = linear(x)
+        low_rank.add_(y, x, layer=layer, site=site)
         return y

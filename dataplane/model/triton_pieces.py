@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dataplane.model.linear import Linear, PlainLinear
 from dataplane.model.pieces import TorchPieces
 from kernels.gpu import pieces
 
@@ -17,6 +18,10 @@ class TritonPieces(TorchPieces):
 
     Sums are float32, and each result is rounded once. The products are the library's.
     """
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """See `Pieces`."""
+        return PlainLinear(weight, bias)
 
     def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """See `Pieces`; heads of a row lie side by side."""

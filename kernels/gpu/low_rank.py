@@ -114,6 +114,11 @@ class TritonLowRank:
         """Memory on the device beside arena and descriptors."""
         return self.launches.scratch_bytes
 
+    def use(self, paths: Paths) -> None:
+        """Takes the paths that were measured; before anything is captured, and not under `batch_invariant`."""
+        assert not self._batch_invariant, "a path that depends on times changes bits from start to start"
+        self._paths = paths
+
     def variant(self, rows: RankRows) -> Variant:
         """Returns the least variant that a step needs: that of the graph to replay."""
         if rows_with_epilogue(rows, self._descriptors).size:

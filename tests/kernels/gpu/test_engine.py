@@ -10,10 +10,13 @@ import pytest
 
 import dataplane.engine.device_forms
 from dataplane.engine.batch import StepBuffers
+from dataplane.engine.forms import model_sites
 from dataplane.engine.memory import plan_memory
 from dataplane.engine.runner import Runner
 from dataplane.model.config import read_config
+from kernels.gpu.device import probe
 from kernels.gpu.metadata import StepMetadata
+from kernels.gpu.paths import Path, Paths
 from tests.kernels.gpu.engines import answer, ask, config_of, write_world
 from tests.kernels.gpu.recorder import Recorder
 
@@ -72,6 +75,33 @@ def test_steps_that_are_replayed_choose_the_tokens_of_the_torch_form(expected, r
 
 def test_steps_that_are_not_captured_choose_them_too(world, expected):
     assert answer(config_of(world.folder, cpu_form="triton"), world.paths, MIXED).tokens == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", [path for path in Path if path is not Path.AFTER])
+def test_every_path_around_the_base_product_chooses_them_too(world, expected, monkeypatch, path):
+    monkeypatch.setattr(Paths, "path", lambda *_: path)
+    assert captured(world, monkeypatch)[0].tokens == expected
+
+
+@pytest.mark.slow
+def test_at_start_every_path_is_tried_with_the_models_own_weights(world, monkeypatch):
+    config = config_of(world.folder, cpu_form="triton")
+    model = read_config(world.folder)
+    runner = Runner(config, model, plan_memory(config, model))
+    times = itertools.cycle([4.0, 3.0, 2.0, 1.0])
+
+    def clock(run):
+        run()
+        return next(times)
+
+    monkeypatch.setattr(dataplane.engine.device_forms, "device_clock", clock)
+    paths = dataplane.engine.device_forms._measured(runner._model.stack, model_sites(model), gpu=probe("cpu"), most=17)
+    fastest = list(Path)[3]
+    assert {paths.path(site.name, rows) for site in model_sites(model) for rows in (16, 64)} == {fastest}
+    assert paths.path("qkv", 128) is Path.AFTER
+    runner._low_rank.use(paths)
 
 
 def test_a_graph_without_adapters_launches_nothing_for_them(world, monkeypatch):
