@@ -34,7 +34,7 @@ def pack_linear(
 
     bfloat16 on a CPU that multiplies pairs but has no matrix unit uses the native form, when one is given: in it a row's bits do
     not depend on the number of rows. Milliseconds at 64 / 8 / 1 rows of [3072, 576], two threads of a Zen 4, weights from memory:
-    0.51 / 0.077 / 0.057 against 0.70 / 0.17 / 0.16 of oneDNN; 0.48 / 0.060 / 0.055 are what its arithmetic and memory allow.
+    0.52 / 0.091 / 0.058 against 0.70 / 0.17 / 0.16 of oneDNN; 0.48 / 0.060 / 0.055 are what its arithmetic and memory allow.
 
     Otherwise bfloat16 on the CPU uses oneDNN's own blocked layout, made once: PyTorch's public `linear` would rearrange the
     weight at every call. That layout is private to this module; the original tensor need not be kept. Everything else is plain
