@@ -21,6 +21,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.gpu import pieces
 from kernels.gpu.epilogue import epilogue
 from kernels.gpu.expand import expand
 from kernels.gpu.extension import extension
@@ -34,7 +35,11 @@ _DEPENDENT_LAUNCH = 90
 _ELEMENT_BYTES = 2
 _INT64 = ("a_offset_ptr", "b_offset_ptr", "entry_ptr", "gain_offset_ptr", "shift_offset_ptr")
 _FLOAT32 = ("plane_ptr", "scale_ptr")
-_MODEL_DTYPE = ("x_ptr", "y_ptr", "arena_ptr", "h_ptr", "weight_ptr", "bias_ptr")
+_MODEL_DTYPE = (
+    *("x_ptr", "y_ptr", "arena_ptr", "h_ptr", "weight_ptr", "bias_ptr"),
+    *("out_ptr", "heads_ptr", "cos_ptr", "sin_ptr", "gate_up_ptr"),
+)
+_FLOAT_NUMBERS = ("eps", "cap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,15 @@ def builds(table: tuple[Tiles, ...] = TILES) -> Iterator[Build]:
     made = {build.name: build for tiles in table for is_fp8 in (False, True) for build in _builds(tiles, is_fp8=is_fp8)}
     yield from made.values()
     yield Build("epilogue", epilogue, {"BLOCK_N": EPILOGUE_COLUMNS}, Launch(4, 1), 0, 0)
+    yield from _pieces()
+
+
+def _pieces() -> Iterator[Build]:
+    """Yields what lies between the products, at the widths of a 7B model."""
+    yield Build("add_norm 4096", pieces.add_norm, {"WIDTH": 4096, "BLOCK": 4096, "HAS_Y": True}, Launch(8, 1), 0, 0)
+    yield Build("rotate 128", pieces.rotate, {"HEAD_DIM": 128, "HALF": 64, "BLOCK_H": 32, "BLOCK": 64}, Launch(4, 1), 0, 0)
+    yield Build("gated 1024", pieces.gated, {"GELU": False, "BLOCK": 1024}, Launch(4, 1), 0, 0)
+    yield Build("softcap 1024", pieces.softcap, {"BLOCK": 1024}, Launch(4, 1), 0, 0)
 
 
 def _builds(tiles: Tiles, *, is_fp8: bool) -> Iterator[Build]:
@@ -159,7 +173,7 @@ def compile_for(build: Build, capability: int, *, dtype: str = "bf16") -> Found:
             signature[name] = "constexpr"
             continue
         signature[name] = "*u8" if name == "arena_ptr" and constants.get("FP8") else _type_of(name, dtype)
-        if name not in open_arguments:
+        if name not in open_arguments and name not in _FLOAT_NUMBERS:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=build.kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {**build.launch.options(), "launch_pdl": dependent}
@@ -169,7 +183,7 @@ def compile_for(build: Build, capability: int, *, dtype: str = "bf16") -> Found:
 
 def _type_of(name: str, dtype: str) -> str:
     if not name.endswith("_ptr"):
-        return "i32"
+        return "fp32" if name in _FLOAT_NUMBERS else "i32"
     if name in _MODEL_DTYPE:
         return f"*{dtype}"
     return "*i64" if name in _INT64 else "*fp32" if name in _FLOAT32 else "*i32"
