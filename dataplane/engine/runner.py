@@ -17,7 +17,7 @@ from dataplane.engine.forms import choose_forms, model_sites
 from dataplane.engine.graphs import Captures, DecodeGraphs, row_buckets
 from dataplane.engine.memory import MemoryPlan
 from dataplane.engine.messages import Logprobs
-from dataplane.engine.plan import Chosen, Plan, Result
+from dataplane.engine.plan import Chosen, Plan, PlannedRows, Result
 from dataplane.engine.sampler import Sampler, failed
 from dataplane.engine.stopwatch import Stopwatch
 from dataplane.engine.upload import upload
@@ -25,8 +25,11 @@ from dataplane.lora.arena import Arena
 from dataplane.model.architecture import Architecture
 from dataplane.model.attention import PagedKv
 from dataplane.model.loader import DTYPES, load_decoder
-from kernels.rows import build_rank_rows
+from kernels.rows import BASE, build_rank_rows
 from veneer.errors import VeneerError
+
+_WARM_ROWS = (16, 64, 128, 129)
+"""A number of rows in each bucket for which a device's kernels have a configuration."""
 
 
 def model_features(form: Architecture) -> tuple[tuple[int, int], ...]:
@@ -111,6 +114,7 @@ class Runner:
         self.watch = Stopwatch()
         self._graphs = None
         if forms.captures is not None:
+            self._warm(forms.captures, max_rows=config.max_step_tokens, max_sequences=config.max_sequences)
             self._graphs = self._captured(forms.captures, max_sequences=config.max_sequences, dtype=dtype)
 
     def run(self, plan: Plan) -> list[Result]:
@@ -169,6 +173,21 @@ class Runner:
 
     def _fill_decodes(self, plan: Plan, num_rows: int) -> FilledStep:
         return self._buffers.fill_decodes(plan, self.kv, num_rows=num_rows, spare_page=len(self.kv.data) - 1)
+
+    @torch.inference_mode()
+    def _warm(self, captures: Captures[Any], *, max_rows: int, max_sequences: int) -> None:
+        """Runs chunks of nobody in every row bucket once, so that no request waits for a kernel to be compiled."""
+        size, spare = self.kv.page_size, len(self.kv.data) - 1
+        for num_chunks in sorted({-(-num_rows // size) for num_rows in _WARM_ROWS}):
+            if num_chunks > max_sequences or num_chunks * size > max_rows:
+                break
+            chunks = tuple(
+                PlannedRows(seat, BASE, 0, size, (0,) * size, (spare,), 0, None, 0, None) for seat in range(num_chunks)
+            )
+            step = self._buffers.fill(Plan(chunks, num_chunks * size, frozenset()), self.kv)
+            for variant in captures.variants:
+                captures.low_rank.begin_step(build_rank_rows(step.row_slot, self.arena.descriptors.largest_rank), variant=variant)
+                self._model.forward(step.batch, self._attention, self._low_rank)
 
     @torch.inference_mode()
     def _captured(self, captures: Captures[Any], *, max_sequences: int, dtype: torch.dtype) -> DecodeGraphs[Any]:
