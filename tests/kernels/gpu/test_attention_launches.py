@@ -44,7 +44,7 @@ def test_a_captured_step_serves_other_steps(monkeypatch):
 
 def replays_follow_the_metadata(monkeypatch):
     """Launches of one step run again for others of as many rows or fewer: other lengths, pages and windows of live splits."""
-    sequences = Sequences(heads_of(64, 2), [200] * 6, dtype=torch.float32)
+    sequences = Sequences(heads_of(64, 2, num_kv_heads=1), [200] * 6, dtype=torch.float32)
     attention, tape = sequences.attention(), Tape(monkeypatch)
     first = [Part(0, 150), Part(1, 3), Part(2, 77), Part(3, 9)]
     steps = (first, [Part(3, 10), Part(0, 151)], [Part(4, 0), Part(5, 64), Part(2, 199)], [Part(1, 63), *first[2:], Part(0, 152)])
@@ -73,7 +73,7 @@ def replays_follow_the_metadata(monkeypatch):
 
 def test_launches_do_not_depend_on_what_the_batch_holds(monkeypatch):
     """Two a layer where rows decode, three with chunks, and with grids and sizes that are the same for every step."""
-    sequences = Sequences(heads_of(64, 2), [200] * 4, dtype=torch.float32)
+    sequences = Sequences(heads_of(64, 2, num_kv_heads=1), [200] * 4, dtype=torch.float32)
     attention, tape = sequences.attention(), Tape(monkeypatch)
     seen = []
     for parts in (
