@@ -57,11 +57,12 @@ PARTS = (
     Part("card", 20, "the machine, and the bandwidth that everything is compared with"),
     Part("products", 40, "how near the library's base products come to it, and ours to the library's"),
     Part("launches", 20, "what a launch costs, and whether dependent launch survives a captured graph"),
-    Part("correct", 60, "whether the kernels are right, and right to the bit every time"),
-    Part("decode", 70, "what 22 adapters of rank 16 cost a decode step of 64 rows, by each path"),
-    Part("engine", 80, "what the engine adds to its bare graph, and adapters to a step with attention"),
-    Part("load", 30, "what a load costs the steps beside it"),
-    Part("mixes", 40, "other mixes, fp8, and prefill"),
+    Part("correct", 55, "whether the kernels are right, and right to the bit every time"),
+    Part("decode", 60, "what 22 adapters of rank 16 cost a decode step of 64 rows, by each path"),
+    Part("attention", 30, "whether attention is right, its share of bandwidth, and its time over the library's"),
+    Part("engine", 75, "what the engine adds to its bare graph, and adapters to a step with attention"),
+    Part("load", 25, "what a load costs the steps beside it"),
+    Part("mixes", 35, "other mixes, fp8, and prefill"),
 )
 NOT_BUILT: tuple[str, ...] = ()
 

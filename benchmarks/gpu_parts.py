@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import statistics
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,8 +13,10 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.gpu_attention import attention
 from benchmarks.gpu_check import Figure
 from benchmarks.gpu_engine import arena_copies, engine
+from benchmarks.gpu_timing import COPY_BYTES, captured, median_ms, read_bandwidth
 from benchmarks.gpu_world import DTYPE, Adapters, BaseModel, Step, build_adapters, error_over_bound
 from benchmarks.roofline import LLAMA_7B, Shapes, floor_ratio
 from kernels.gpu.device import probe
@@ -26,56 +27,17 @@ from kernels.gpu.tiles import tiles_for
 from kernels.rows import BASE, RankRows, build_rank_rows
 from kernels.sites import Site
 
-__all__ = ["card", "correct", "decode", "engine", "launches", "load", "mixes", "products"]
+__all__ = ["attention", "card", "correct", "decode", "engine", "launches", "load", "mixes", "products"]
 
 _DEVICE = "cuda"
-_COPY_BYTES = 4 << 30
 _BEYOND_L2 = 512 << 20
 _UNIT_BYTES = 2 << 20
 _TINY = Shapes(num_layers=2, hidden=256, kv=128, mlp=512, vocab=512)
 
 
-def times_ms(run: Callable[[], object], *, repeats: int = 30, warm: int = 3) -> list[float]:
-    """Returns the milliseconds of each of many runs, on the device's clock."""
-    for _ in range(warm):
-        run()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in marks:
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in marks]
-
-
-def median_ms(run: Callable[[], object], *, repeats: int = 30) -> float:
-    """Returns the median milliseconds of a run."""
-    return statistics.median(times_ms(run, repeats=repeats))
-
-
-def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Returns a graph of one run, after runs in the open that compile and allocate."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 def step_ms(step: Step) -> float:
     """Returns the median milliseconds of a captured step."""
     return median_ms(captured(step).replay)
-
-
-def read_bandwidth() -> float:
-    """Returns bytes per second of a sum over more than the caches hold."""
-    values = torch.zeros(_COPY_BYTES // 4, dtype=torch.float32, device=_DEVICE)
-    return _COPY_BYTES / median_ms(values.sum) * 1e3
 
 
 def card() -> Iterator[Figure]:
@@ -88,9 +50,9 @@ def card() -> Iterator[Figure]:
         query = "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit"
         told = subprocess.run([smi, query, "--format=csv,noheader"], capture_output=True, text=True, check=False, timeout=10)
         yield Figure("driver, clocks, power limit", told.stdout.strip())
-    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=_DEVICE)
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=_DEVICE)
     target = torch.empty_like(source)
-    yield Figure("copy_bandwidth", 2 * _COPY_BYTES / median_ms(lambda: target.copy_(source)) / 1e9, "TB/s")
+    yield Figure("copy_bandwidth", 2 * COPY_BYTES / median_ms(lambda: target.copy_(source)) / 1e9, "TB/s")
     yield Figure("read_bandwidth", read_bandwidth() / 1e12, "TB/s")
 
 

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,57 +20,18 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.gpu import pieces
-from kernels.gpu.epilogue import epilogue
-from kernels.gpu.expand import expand
-from kernels.gpu.extension import extension
-from kernels.gpu.launches import EPILOGUE_COLUMNS
-from kernels.gpu.shrink import shrink
-from kernels.gpu.tiles import TILES, Launch, Tiles
-from kernels.rows import ALIGN
+from kernels.builds import Build, builds
 
 CAPABILITIES = (80, 90)
 _DEPENDENT_LAUNCH = 90
-_ELEMENT_BYTES = 2
-_INT64 = ("a_offset_ptr", "b_offset_ptr", "entry_ptr", "gain_offset_ptr", "shift_offset_ptr")
-_FLOAT32 = ("plane_ptr", "scale_ptr")
+_INT64 = ("a_offset_ptr", "b_offset_ptr", "entry_ptr", "gain_offset_ptr", "shift_offset_ptr", "place_ptr", "page_ptr")
+_FLOAT32 = ("plane_ptr", "scale_ptr", "part_ptr", "best_ptr", "total_ptr")
 _MODEL_DTYPE = (
     *("x_ptr", "y_ptr", "arena_ptr", "h_ptr", "weight_ptr", "bias_ptr"),
     *("out_ptr", "heads_ptr", "cos_ptr", "sin_ptr", "gate_up_ptr"),
+    *("kv_ptr", "qk_ptr", "v_ptr"),
 )
 _FLOAT_NUMBERS = ("eps", "cap")
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """One kernel with one configuration.
-
-    Attributes:
-        name: For the table.
-        kernel: The kernel, as `triton.jit` made it.
-        constants: Values of its constexpr arguments, but those that follow from the target.
-        launch: Warps and stages.
-        operand_bytes: Bytes that one round of the main loop loads of its two operands; 0 for a kernel without products.
-        index_loads: Loads of 8 bytes that the pipeline may make of addresses, where the main loop looks rows up: one for each 16
-            rows and stage.
-    """
-
-    name: str
-    kernel: Any
-    constants: dict[str, Any]
-    launch: Launch
-    operand_bytes: int
-    index_loads: int
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the arena holds bytes, of which a thread may take 8 at once: a row of 64 is then read in whole sectors too."""
-        return bool(self.constants.get("FP8"))
-
-    @property
-    def least_bytes(self) -> int:
-        """Bytes a thread that the two operands need in wide loads: once in the loop, once before it."""
-        return 2 * self.operand_bytes // (32 * self.launch.num_warps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,44 +78,6 @@ class Found:
             )
             if found
         ]
-
-
-def builds(table: tuple[Tiles, ...] = TILES) -> Iterator[Build]:
-    """Yields every kernel with every configuration that the table makes; equal ones once."""
-    made = {build.name: build for tiles in table for is_fp8 in (False, True) for build in _builds(tiles, is_fp8=is_fp8)}
-    yield from made.values()
-    yield Build("epilogue", epilogue, {"BLOCK_N": EPILOGUE_COLUMNS}, Launch(4, 1), 0, 0)
-    yield from _pieces()
-
-
-def _pieces() -> Iterator[Build]:
-    """Yields what lies between the products, at the widths of a 7B model."""
-    yield Build("add_norm 4096", pieces.add_norm, {"WIDTH": 4096, "BLOCK": 4096, "HAS_Y": True}, Launch(8, 1), 0, 0)
-    yield Build("rotate 128", pieces.rotate, {"HEAD_DIM": 128, "HALF": 64, "BLOCK_H": 32, "BLOCK": 64}, Launch(4, 1), 0, 0)
-    yield Build("gated 1024", pieces.gated, {"GELU": False, "BLOCK": 1024}, Launch(4, 1), 0, 0)
-    yield Build("softcap 1024", pieces.softcap, {"BLOCK": 1024}, Launch(4, 1), 0, 0)
-
-
-def _builds(tiles: Tiles, *, is_fp8: bool) -> Iterator[Build]:
-    m, suffix = tiles.block_m, " fp8" if is_fp8 else ""
-    item = 1 if is_fp8 else _ELEMENT_BYTES
-    common = {"BLOCK_M": m, "FP8": is_fp8}
-    index_loads = tiles.block_j // ALIGN
-    for split_k in (1 << power for power in range(tiles.max_split.bit_length())):
-        name = f"shrink {m}×{ALIGN}×{tiles.block_k} split {split_k}{suffix}"
-        constants = common | {"BLOCK_J": ALIGN, "BLOCK_K": tiles.block_k, "SPLIT_K": split_k}
-        yield Build(name, shrink, constants, tiles.shrink, (m * _ELEMENT_BYTES + ALIGN * item) * tiles.block_k, 0)
-    for in_place in (True, False):
-        name = f"expand {m}×{tiles.block_n}×{tiles.block_j} {'in place' if in_place else 'first'}{suffix}"
-        constants = common | {"BLOCK_N": tiles.block_n, "BLOCK_J": tiles.block_j, "ITEM": ALIGN, "IN_PLACE": in_place}
-        operands = (m * _ELEMENT_BYTES + tiles.block_n * item) * tiles.block_j
-        yield Build(name, expand, constants, tiles.expand, operands, tiles.expand.num_stages * index_loads)
-    of = tiles.extension
-    for block_n in sorted({of.block_n, of.narrow_n}):
-        name = f"extension {m}×{block_n}×{of.block_k}{suffix}"
-        constants = common | {"BLOCK_N": block_n, "BLOCK_K": of.block_k, "BLOCK_J": tiles.block_j, "ITEM": ALIGN}
-        operands = (m + block_n) * of.block_k * _ELEMENT_BYTES
-        yield Build(name, extension, constants | {"HAS_BIAS": False}, of.launch, operands, of.launch.num_stages * index_loads)
 
 
 def compile_for(build: Build, capability: int, *, dtype: str = "bf16") -> Found:

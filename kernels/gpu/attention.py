@@ -18,7 +18,7 @@ from kernels.gpu.prefill_attention import prefill_attention
 from veneer.errors import FailedPreconditionError
 
 _LEAST_GROUP = 16  # rows of the smallest matrix instruction
-_APPEND_BLOCK = 1024
+APPEND_BLOCK = 1024
 _UNBOUNDED = 1 << 30
 
 
@@ -154,9 +154,9 @@ class PagedAttention:
         assert qk.dtype is cache.dtype, f"rows are {qk.dtype}, the cache is {cache.dtype}"
         num_rows, width = qk.shape[0], heads.num_kv_heads * heads.head_dim
         reach = _UNBOUNDED if window is None else window
-        kv_append[(num_rows, -(-width // _APPEND_BLOCK))](
+        kv_append[(num_rows, -(-width // APPEND_BLOCK))](
             cache, qk, v, step.kv_rows, step.num_rows, qk.stride(0), v.stride(0), layer,
-            WIDTH=width, FIRST=heads.num_heads * heads.head_dim, BLOCK=_APPEND_BLOCK, **self._shared,
+            WIDTH=width, FIRST=heads.num_heads * heads.head_dim, BLOCK=APPEND_BLOCK, **self._shared,
         )  # fmt: skip
         out = self._new_output(num_rows)
         if self._num_items:
