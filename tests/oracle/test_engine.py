@@ -213,7 +213,7 @@ def _config(case: Case, load: Load) -> EngineConfig:
 
 async def _idle(client: EngineClient) -> State:
     """Returns the counters once the step in flight, which holds pages and leases longer than the last answer, is committed."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             state = await client.state()
             if not (state.running or state.waiting or state.kv_pages_used or state.leases):
