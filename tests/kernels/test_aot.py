@@ -62,16 +62,9 @@ def test_every_configuration_compiles_with_an_older_triton_too(older_triton):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_kernels_are_right_in_the_interpreter_of_an_older_triton(older_triton):
-    result = run(
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "not slow",
-        "tests/kernels/gpu/test_low_rank.py",
-        "tests/kernels/gpu/test_attention.py",
-        other=older_triton,
-    )
+    tests = ("tests/kernels/gpu/test_low_rank.py", "tests/kernels/gpu/test_attention.py")
+    numpys = "ignore:Conversion of an array:DeprecationWarning"  # of its interpreter
+    result = run("-m", "pytest", "-q", "-m", "not slow", "-W", numpys, *tests, other=older_triton)
     assert result.returncode == 0, result.stdout[-3000:]
 
 
