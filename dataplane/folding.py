@@ -40,7 +40,7 @@ def image_pairs(artifact: Artifact, weights: Path, *, base: BaseDescription, bas
     biases = dict(vectors.biases)
     for pair, a, b in artifact.read(weights):
         place = (pair.layer, pair.slice)
-        name = base.modules[pair.slice].path.format(layer=pair.layer)
+        name = base.module_at(*place).path.format(layer=pair.layer)
         magnitude, added = vectors.magnitudes.get(place), vectors.lora_biases.get(place)
         new = biases.pop(place, None)
         gain = None if magnitude is None else _gain(magnitude, _norms(base_weights, f"{name}.weight", pair.scaling, a, b))

@@ -243,14 +243,16 @@ class AdapterStore:
     def _size_bytes(self, artifact: Artifact) -> int:
         """Returns an upper bound of the image file's size."""
         item = 4 if self._dtype == "float32" else 2
-        modules = self._base.modules
+        modules = [self._base.module_at(pair.layer, pair.slice) for pair in artifact.pairs]
         matrices = sum(
-            pair.rank * (modules[pair.slice].in_features + modules[pair.slice].out_features) * item for pair in artifact.pairs
+            pair.rank * (module.in_features + module.out_features) * item
+            for pair, module in zip(artifact.pairs, modules, strict=True)
         )
         # Gain and shift, a line of the header, and the padding of each.
-        vectors = sum(8 * modules[pair.slice].out_features for pair in artifact.pairs if pair.magnitude or pair.lora_bias)
-        vectors += sum(8 * modules[bias.slice].out_features for bias in artifact.biases)
-        return matrices + vectors + (4 * ALIGN_BYTES + 256) * (len(artifact.pairs) + len(artifact.biases)) + 8192
+        has_vectors = (bool(pair.magnitude or pair.lora_bias) for pair in artifact.pairs)
+        widths = [module.out_features for module, has in zip(modules, has_vectors, strict=True) if has]
+        widths += [self._base.modules[bias.slice].out_features for bias in artifact.biases]
+        return matrices + 8 * sum(widths) + (4 * ALIGN_BYTES + 256) * (len(artifact.pairs) + len(artifact.biases)) + 8192
 
     def _write(self, version: str, artifact: Artifact, weights: Path) -> int:
         image = build_image(

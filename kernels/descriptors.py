@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.edges import Edge
 from kernels.rows import ABSENT
 
 
@@ -24,6 +25,7 @@ class Blocks:
         gain_offset: int64 [L, slices], first element of the gain in the arena; float32 [N] whatever the arena's dtype. ABSENT
             where the adapter has none; None when it has none anywhere.
         shift_offset: Likewise of the shift.
+        edges: Pairs outside of the layers, which are not in the table: see `kernels.edges`.
     """
 
     a_offset: npt.NDArray[np.int64]
@@ -32,6 +34,7 @@ class Blocks:
     scale: npt.NDArray[np.float32]
     gain_offset: npt.NDArray[np.int64] | None = None
     shift_offset: npt.NDArray[np.int64] | None = None
+    edges: dict[int, Edge] = field(default_factory=dict)
 
 
 class Descriptors:

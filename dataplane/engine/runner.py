@@ -25,6 +25,7 @@ from dataplane.lora.arena import Arena
 from dataplane.model.architecture import Architecture
 from dataplane.model.attention import PagedKv
 from dataplane.model.loader import DTYPES, load_decoder
+from kernels.edges import Edges
 from kernels.rows import BASE, build_rank_rows
 from veneer.errors import VeneerError
 
@@ -35,6 +36,11 @@ _WARM_ROWS = (16, 64, 128, 129)
 def model_features(form: Architecture) -> tuple[tuple[int, int], ...]:
     """Returns (in, out) of each slice."""
     return tuple((part.in_features, part.out_features) for part in form.projections)
+
+
+def edge_features(form: Architecture) -> tuple[tuple[int, int], ...]:
+    """Returns (in, out) of what adapters may target outside of the layers: the embedding and the head."""
+    return ((form.vocab_size, form.hidden), (form.hidden, form.vocab_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,11 @@ class Runner:
             features=model_features(model),
             dtype=config.dtype,
             device=device,
+            edge_features=() if config.has_device_form else edge_features(model),
         )
+        self._edges = None
+        if not config.has_device_form:
+            self._edges = Edges(self.arena.tensor, self.arena.edges, hidden=model.hidden, vocab_size=model.vocab_size)
         self.kv = PagedKv(
             model, num_pages=memory.num_pages + memory.num_spare, page_size=config.page_size, dtype=dtype, device=device
         )
@@ -137,8 +147,10 @@ class Runner:
         rank_rows = build_rank_rows(step.row_slot, self.arena.descriptors.largest_rank)
         if self._graphs is None or num_rows is None:
             self._low_rank.begin_step(rank_rows)
+            if self._edges is not None:
+                self._edges.begin_step(step.row_slot)
             self.watch.lap("fill")
-            logits = self._model.forward(step.batch, self._attention, self._low_rank)
+            logits = self._model.forward(step.batch, self._attention, self._low_rank, self._edges)
         else:
             variant = self._graphs.begin_step(rank_rows)
             self._attention.begin_step(step.batch)

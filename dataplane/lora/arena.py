@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dataplane.lora.image import CorruptImageError, Image
+from dataplane.lora.image import CorruptImageError, Image, ImageError
 from dataplane.lora.lane import CudaLane, StagedCopies
 from dataplane.lora.units import Extent
 from kernels.descriptors import Blocks, Descriptors
+from kernels.edges import Edge
 from kernels.rows import ABSENT
+from veneer.errors import Violation
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -28,6 +30,7 @@ class Arena:
         tensor: [num_units · unit_bytes / item size], the arena.
         descriptors: The table.
         num_units: Units in all.
+        edges: Pairs on the embedding and the head, by slot: see `kernels.edges`.
 
     Args:
         num_bytes: Size; whole units of it are used.
@@ -38,6 +41,7 @@ class Arena:
         dtype: `bfloat16`, `float16` or `float32`.
         device: Where the arena lies.
         copies: How bytes come there; None for the device's own way.
+        edge_features: (in, out) of embedding and head; empty where pairs on these are not computed.
     """
 
     def __init__(
@@ -51,12 +55,14 @@ class Arena:
         dtype: str,
         device: str | torch.device = "cpu",
         copies: StagedCopies | None = None,
+        edge_features: Sequence[tuple[int, int]] = (),
     ) -> None:
         assert unit_bytes % 128 == 0, "units keep the alignment of blocks"
         self.num_units = num_bytes // unit_bytes
         self.descriptors = Descriptors(max_slots, num_layers, len(features), device=device)
         self._unit_bytes = unit_bytes
-        self._features = tuple(features)
+        self._features, self._edge_features = tuple(features), tuple(edge_features)
+        self.edges: dict[int, dict[int, Edge]] = {}
         self._dtype = dtype
         self._bytes = torch.zeros(self.num_units * unit_bytes, dtype=torch.uint8, device=device)
         self.tensor = self._bytes.view(_DTYPES[dtype])
@@ -79,16 +85,20 @@ class Arena:
 
         Raises:
             CorruptImageError: Another dtype, number of layers or slices, or another shape of a slice.
+            ImageError: It has a pair on the embedding or the head, which are not computed here.
         """
         _, num_layers, num_slices = self.descriptors.rank.shape
         made_for = (image.dtype, image.num_layers, image.num_slices)
         if made_for != (self._dtype, num_layers, num_slices):
             raise CorruptImageError(f"the image is made for {made_for}, the model is {(self._dtype, num_layers, num_slices)}")
+        if image.has_edges and not self._edge_features:
+            raise ImageError.of([Violation("adapter", "LoRA on embedding or head is not computed on this device")])
         for block in image.blocks:
-            if (block.in_features, block.out_features) != self._features[block.slice]:
+            features = self._features if block.layer < num_layers else self._edge_features
+            if (block.in_features, block.out_features) != features[block.slice]:
                 raise CorruptImageError(
                     f"the image's block of layer {block.layer}, slice {block.slice} is {block.in_features} in, "
-                    f"{block.out_features} out, the model {self._features[block.slice]}"
+                    f"{block.out_features} out, the model {features[block.slice]}"
                 )
 
     def copy(self, image: Image, extents: Sequence[Extent]) -> None:
@@ -116,20 +126,30 @@ class Arena:
             start = extent.first_unit * self._unit_bytes - image.blocks[first].a_offset
             moved[first : first + extent.num_blocks] = start
         layer, part, ranks = image.table.T[:3]
+        scales = np.array([block.scale for block in image.blocks], np.float32)
+        found = np.where(image.table.T[3:] == ABSENT, ABSENT, (image.table.T[3:] + moved) // item)
+        inner = slice(int(np.searchsorted(layer, image.num_layers)))  # edges come last
+        edges = {
+            int(part[i]): Edge(int(found[0, i]), int(found[1, i]), int(ranks[i]), float(scales[i]))
+            for i in range(inner.stop, len(image.blocks))
+        }
+        at = (layer[inner], part[inner])
         rank, scale = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        rank[layer, part] = ranks
-        scale[layer, part] = [block.scale for block in image.blocks]
+        rank[at], scale[at] = ranks[inner], scales[inner]
         offsets = np.zeros((4, *shape), np.int64)
         offsets[2:] = ABSENT
-        found = image.table.T[3:]
-        offsets[:, layer, part] = np.where(found == ABSENT, ABSENT, (found + moved) // item)
+        offsets[(slice(None), *at)] = found[:, inner]
         a_offset, b_offset, gain_offset, shift_offset = offsets
-        return Blocks(a_offset, b_offset, rank, scale, gain_offset, shift_offset)
+        return Blocks(a_offset, b_offset, rank, scale, gain_offset, shift_offset, edges)
 
     def publish(self, slot: int, blocks: Blocks) -> None:
         """Points a slot at an image that was copied and located; nothing of the slot's last adapter is left."""
         self.descriptors.set(slot, blocks)
+        self.edges.pop(slot, None)
+        if blocks.edges:
+            self.edges[slot] = blocks.edges
 
     def clear(self, slot: int) -> None:
         """Empties a slot: whoever still names it gets the base model's output."""
         self.descriptors.clear(slot)
+        self.edges.pop(slot, None)

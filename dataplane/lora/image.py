@@ -49,8 +49,8 @@ class ImagePair:
     """One low-rank pair to put into an image: `y ← gain ⊙ (y + scaling · B A x) + shift`.
 
     Attributes:
-        layer: Layer of the model.
-        slice: Slice index of the projection.
+        layer: Layer of the model; the number of layers stands for what is outside of them.
+        slice: Slice index of the projection; outside of the layers 0 is the embedding, 1 the head.
         scaling: Factor of B A x: alpha / r, or alpha / sqrt(r).
         a: float32 [r, K]; r may be 0 where there is a shift.
         b: float32 [N, r].
@@ -117,6 +117,11 @@ class Image:
     def rank(self) -> int:
         """Largest rank over layers and slices: the list entries that the adapter takes, before padding."""
         return max((block.rank for block in self.blocks), default=0)
+
+    @property
+    def has_edges(self) -> bool:
+        """Whether it has a pair on the embedding or the head; these come last."""
+        return bool(self.blocks) and self.blocks[-1].layer == self.num_layers
 
     @property
     def num_bytes(self) -> int:
@@ -280,7 +285,7 @@ def _read_header(header: bytes, payload: npt.NDArray[np.uint8]) -> Image:
             sizes = [block.rank * block.in_features * item, block.rank * block.out_features * item]
             places = _places(end, [*sizes, *(vector if there else None for there in has_vector)])
             in_order = before < (block.layer, block.slice)
-            inside = 0 <= block.layer < image.num_layers and 0 <= block.slice < image.num_slices
+            inside = _is_inside(block.layer, block.slice, image.num_layers, image.num_slices)
             positive = min(block.rank + any(has_vector), block.in_features, block.out_features) > 0 <= block.rank
             placed = places == (block.a_offset, block.b_offset, block.gain_offset, block.shift_offset, block.size_bytes)
             if not (in_order and inside and positive and math.isfinite(block.scale) and placed):
@@ -297,7 +302,7 @@ def _read_header(header: bytes, payload: npt.NDArray[np.uint8]) -> Image:
 
 def _faults(pair: ImagePair, num_layers: int, num_slices: int) -> list[Violation]:
     faults = []
-    if not (0 <= pair.layer < num_layers and 0 <= pair.slice < num_slices):
+    if not _is_inside(pair.layer, pair.slice, num_layers, num_slices):
         faults.append(Violation(_name(pair), f"lies outside {num_layers} layers of {num_slices} slices"))
     vectors = [vector for vector in (pair.gain, pair.shift) if vector is not None]
     shape = (*pair.a.shape[:1], *pair.b.shape[1:])
@@ -329,6 +334,10 @@ def _is_finite(matrix: npt.NDArray[Any], dtype: str) -> bool:
     if dtype == "bfloat16":
         return bool(((matrix & np.uint16(0x7F80)) != np.uint16(0x7F80)).all())
     return bool(np.isfinite(matrix).all())
+
+
+def _is_inside(layer: int, index: int, num_layers: int, num_slices: int) -> bool:
+    return 0 <= layer <= num_layers and 0 <= index < (num_slices if layer < num_layers else 2)
 
 
 def _places(start: int, sizes: Sequence[int | None]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from dataplane.model.batch import Batch
 from dataplane.model.linear import Linear
 from dataplane.model.pieces import Pieces
 from dataplane.model.stack import LowRank, Stack
+from kernels.edges import Edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +38,27 @@ class Decoder:
     head: Linear
     pieces: Pieces
 
-    def forward(self, batch: Batch, attention: Attention, low_rank: LowRank) -> Tensor:
+    def forward(self, batch: Batch, attention: Attention, low_rank: LowRank, edges: Edges | None = None) -> Tensor:
         """Computes one step: appends all rows to the KV cache and returns logits of the rows that are sampled.
+
+        Args:
+            batch: The rows.
+            attention: Over the KV cache.
+            low_rank: Adapters of the layers.
+            edges: Adapters of embedding and head; None without.
 
         Returns:
             [sampled rows, vocab], in the model's dtype.
         """
         attention.begin_step(batch)
-        return self.compute(batch, attention, low_rank)
+        return self.compute(batch, attention, low_rank, edges)
 
-    def compute(self, batch: Batch, attention: Attention, low_rank: LowRank) -> Tensor:
+    def compute(self, batch: Batch, attention: Attention, low_rank: LowRank, edges: Edges | None = None) -> Tensor:
         """Does what `forward` does once attention and the low-rank part have begun the step: what can be captured of it."""
         form, pieces = self.form, self.pieces
         x = self.embedding[batch.ids]
+        if edges is not None:
+            edges.embed_(x, batch.ids)
         if self.embedding_scale != 1:
             x *= self.embedding_scale
         y: Tensor | None = self.stack.run(x, batch.positions, attention, low_rank)
@@ -57,7 +66,10 @@ class Decoder:
             x, y = x[batch.sample_rows], None if y is None else y[batch.sample_rows]
         if not len(x):
             return x.new_empty(0, form.vocab_size)
-        logits = self.head(pieces.add_norm(x, y, self.norm, form.norm_eps))
+        h = pieces.add_norm(x, y, self.norm, form.norm_eps)
+        logits = self.head(h)
+        if edges is not None:
+            edges.head_(logits, h, batch.sample_rows)
         return logits if form.logit_softcap is None else pieces.softcap(logits, form.logit_softcap)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
     pytest.mark.filterwarnings("ignore::FutureWarning:peft"),
     pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
+    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings"),
     pytest.mark.filterwarnings("ignore:(PiSSA|OLoRA) changes the base weights"),
     pytest.mark.filterwarnings("ignore:Adapter .default.* have invalid shape"),  # PEFT says so of every bias inside a layer
 ]
@@ -71,6 +73,16 @@ def _formats(modules: tuple[str, ...]) -> dict[str, dict[str, Any]]:
             "target_modules": [first, last],
             "rank_pattern": {last: 7},
             "layers": [0, 3],
+        },
+        "head": _plain(target_modules=["lm_head"]),
+        "embedding": {"r": 3, "lora_alpha": 4.5, "target_modules": ["embed_tokens"]},
+        "everything": {
+            "r": 5,
+            "lora_alpha": 5,
+            "use_rslora": True,
+            "target_modules": [*every, "embed_tokens", "lm_head"],
+            "rank_pattern": {"lm_head": 20},
+            "alpha_pattern": {"embed_tokens": 2},
         },
         "lora bias": _plain(target_modules=every, lora_bias=True),
         "bias all": _plain(target_modules=[first, "o_proj"], bias="all"),
@@ -187,8 +199,12 @@ def test_what_is_in_the_file_is_what_is_applied_site_by_site(world: World) -> No
                 applied += Counter({(module.site, "pair"): int(rank > 0)})
                 applied += Counter({(module.site, "gain"): int(table.gain_offset[slot, layer, index] >= 0)})
                 applied += Counter({(module.site, "shift"): int(table.shift_offset[slot, layer, index] >= 0)})
+        for index, edge in ours.runner.arena.edges.get(slot, {}).items():
+            module = world.base.edges[index]
+            assert edge.rank == written[module.path, "lora_A"]
+            applied[module.site, "pair"] += 1
         wanted: Counter[tuple[str, str]] = Counter()
-        for path, module in paths.items():
+        for path, module in (paths | {module.path: module for module in world.base.edges}).items():
             has = {kind for where, kind in written if where == path}
             biased = world.base.family == "qwen2" and module.site == "qkv"
             wanted[module.site, "pair"] += {"lora_A", "lora_B"} <= has
@@ -208,6 +224,8 @@ def _tensors(folder: Path) -> dict[tuple[str, str], int]:
         for ending, kind in (
             (".lora_A.weight", "lora_A"),
             (".lora_B.weight", "lora_B"),
+            (".lora_embedding_A", "lora_A"),
+            (".lora_embedding_B", "lora_B"),
             (".lora_B.bias", "lora_bias"),
             (".lora_magnitude_vector", "lora_magnitude_vector"),
             (".base_layer.bias", "bias"),
@@ -256,7 +274,7 @@ class Fault:
 
 
 FAULTS = (
-    Fault("magnitudes dropped", "dataplane.folding._norms", lambda weights, name, scaling, a, b: 1.0),
+    Fault("magnitudes dropped", "dataplane.folding._norms", lambda weights, name, scaling, a, b: np.ones(len(b), np.float32)),
     Fault("norms of the base alone", "dataplane.folding._norms", lambda weights, name, scaling, a, b: _base_norms(weights, name)),
     Fault(
         "biases dropped",

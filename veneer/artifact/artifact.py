@@ -253,14 +253,15 @@ def _report(
     warnings: Sequence[str],
 ) -> Report:
     dtypes = Counter(ref.dtype for pair in pairs for ref in (pair.a, pair.b))
+    by_module = sorted(pairs, key=lambda pair: (pair.layer == base.num_layers, pair.slice))
     return Report(
         num_pairs=len(pairs),
         min_rank=min(pair.rank for pair in pairs),
         max_rank=max(pair.rank for pair in pairs),
         total_rank_rows=sum(pair.rank for pair in pairs),
         dtype=max(dtypes, key=dtypes.__getitem__),
-        modules=tuple(base.modules[index].name for index in sorted({pair.slice for pair in pairs})),
-        num_layers=len({pair.layer for pair in pairs}),
+        modules=tuple(dict.fromkeys(base.module_at(pair.layer, pair.slice).name for pair in by_module)),
+        num_layers=len({pair.layer for pair in pairs} - {base.num_layers}),
         min_scaling=min(pair.scaling for pair in pairs),
         max_scaling=max(pair.scaling for pair in pairs),
         max_abs=max(found.max_abs for found in statistics.values()),

@@ -71,6 +71,19 @@ class BaseDescription:
     max_context: int
     known_names: tuple[str, ...] = ()
 
+    @property
+    def edges(self) -> tuple[TargetModule, ...]:
+        """What adapters may target outside of the layers, under the layer `num_layers`: the token embedding and the head."""
+        hidden = self.modules[0].in_features
+        return (
+            TargetModule("model.embed_tokens", "embed", self.vocab_size, hidden),
+            TargetModule("lm_head", "head", hidden, self.vocab_size),
+        )
+
+    def module_at(self, layer: int, index: int) -> TargetModule:
+        """Returns the module of a pair: one of `modules`, or of `edges` under the layer `num_layers`."""
+        return self.modules[index] if layer < self.num_layers else self.edges[index]
+
     def to_json(self) -> str:
         """Writes the description as JSON."""
         return json.dumps(asdict(self), sort_keys=True)

@@ -18,10 +18,11 @@ from veneer.artifact.support import refused_tensor
 
 _PREFIX = "base_model.model."
 _NAME = r"(?:\.(?!weight$)(?P<adapter>[A-Za-z0-9_-]+))?"
+_EMBEDDED = r"(?:\.(?P<embedded>[A-Za-z0-9_-]+))?"
 # What a name ends with. The first that fits counts: a bias inside a LoRA layer ends like one of the base.
 _PARTS = {
-    "A": re.compile(rf"(?P<path>.+)\.lora_A{_NAME}\.weight"),
-    "B": re.compile(rf"(?P<path>.+)\.lora_B{_NAME}\.weight"),
+    "A": re.compile(rf"(?P<path>.+)\.lora_(?:A{_NAME}\.weight|embedding_A{_EMBEDDED})"),
+    "B": re.compile(rf"(?P<path>.+)\.lora_(?:B{_NAME}\.weight|embedding_B{_EMBEDDED})"),
     "magnitude": re.compile(rf"(?P<path>.+)\.lora_magnitude_vector{_NAME}(?:\.weight)?"),
     "lora_bias": re.compile(rf"(?P<path>.+)\.lora_B{_NAME}\.bias"),
     "bias": re.compile(r"(?P<path>.+?)(?:\.base_layer)?\.bias"),
@@ -35,8 +36,8 @@ class Key:
 
     Attributes:
         path: Module path as PEFT sees it, which its patterns match against.
-        layer: Decoder layer.
-        slice: Index into the base's modules.
+        layer: Decoder layer; the number of layers for embedding and head.
+        slice: Index into the base's modules, or its edges.
         part: `A`, `B`, `magnitude` (DoRA), `lora_bias` (of B) or `bias` (in place of the base's own).
         adapter: The adapter's own name when the key holds one, else empty.
         has_head: Whether the path is that of a language model with its head.
@@ -84,23 +85,32 @@ class KeyMap:
             known = ", ".join(module.name for module in self._base.modules)
             return f"module {quote(path)} is not one of this base, which has layers 0 to {self._base.num_layers - 1} with {known}"
         layer, index = place
-        if part == "bias" and not has_bias(self._base.family, self._base.modules[index].site):
+        module = self._base.module_at(layer, index)
+        if part in ("A", "B") and (module.site == "embed") != ("lora_embedding_" in name):
+            return f"is not how PEFT writes a pair of {module.name}"
+        if layer == self._base.num_layers and part in ("magnitude", "lora_bias"):
+            return f"DoRA and biases are served in the layers only; leave {module.name} out of target_modules"
+        if part == "bias" and not has_bias(self._base.family, module.site):
             return f"this base has no bias at {quote(path)} that a trained one could replace"
         return Key(
             path=path,
             layer=layer,
             slice=index,
             part=part,
-            adapter=match.groupdict().get("adapter") or "",
+            adapter=match.groupdict().get("adapter") or match.groupdict().get("embedded") or "",
             has_head=self._place(path) is not None,
         )
 
     def paths(self, *, has_head: bool) -> list[str]:
         """Lists the paths of all modules of the base."""
         whole = [module.path.format(layer=layer) for layer in range(self._base.num_layers) for module in self._base.modules]
+        whole += [module.path for module in self._base.edges]
         return whole if has_head else [path.removeprefix("model.") for path in whole]
 
     def _place(self, path: str) -> tuple[int, int] | None:
+        for index, module in enumerate(self._base.edges):
+            if path == module.path:
+                return self._base.num_layers, index
         for (before, after), index in self._slices.items():
             if path.startswith(before) and path.endswith(after):
                 number = path[len(before) : len(path) - len(after)]

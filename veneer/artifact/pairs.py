@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from veneer.artifact.config import WHERE, Config, PatternValue
-from veneer.artifact.description import BaseDescription
+from veneer.artifact.description import BaseDescription, TargetModule
 from veneer.artifact.faults import Faults, quote
 from veneer.artifact.header import TensorRef
 from veneer.artifact.keys import Key, KeyMap
@@ -22,8 +22,8 @@ class Pair:
     """A low-rank update of one module: `y += scaling · ((x Aᵀ) Bᵀ + lora_bias)`, then perhaps DoRA's magnitude.
 
     Attributes:
-        layer: Decoder layer.
-        slice: Index into the base's modules.
+        layer: Decoder layer; the number of layers for what is outside of them.
+        slice: Index into the base's modules, or its edges outside of the layers.
         rank: Rows of A and columns of B.
         scaling: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
         a: A, `[rank, in_features]`.
@@ -106,11 +106,13 @@ def pair_up(tensors: Iterable[TensorRef], config: Config, base: BaseDescription,
             pair = _check_pair(found, layer, index, config, base, limits=limits, faults=faults)
             if pair is not None:
                 pairs.append(pair)
-        bias = _check_vector(found, "bias", base, index, faults=faults)
+        bias = _check_vector(found, "bias", base.module_at(layer, index), faults=faults)
         if bias is not None:
             biases.append(Bias(layer, index, bias))
             if config.bias == "none":
                 faults.add(f"{WEIGHTS}: {quote(bias.name)}", f"is a trained bias, but {WHERE} does not say so in bias")
+    if config.invocation_tokens and any(pair.layer == base.num_layers for pair in pairs):
+        faults.add(WEIGHTS, "LoRA on embedding or head is not supported together with alora_invocation_tokens")
     adapted = [found.path for found in modules.values() if "A" in found.parts]
     has_head = all(key.has_head for key, _ in keys)
     if adapted:
@@ -164,7 +166,7 @@ def _check_pair(
         there = next(found.parts[part] for part in ("B", "A", "magnitude", "lora_bias") if part in found.parts)
         faults.add(f"{WEIGHTS}: {quote(there.name)}", f"has no matching lora_{'A' if a is None else 'B'}")
         return None
-    module = base.modules[index]
+    module = base.module_at(layer, index)
     known = len(faults)
     if len(a.shape) != 2 or a.shape[1] != module.in_features:
         faults.add(f"{WEIGHTS}: {quote(a.name)}", f"has shape {list(a.shape)}; this base needs [rank, {module.in_features}]")
@@ -188,8 +190,10 @@ def _check_pair(
         )
     vectors = {}
     for part, asked, where in (("magnitude", config.use_dora, "use_dora"), ("lora_bias", config.lora_bias, "lora_bias")):
-        vector = vectors[part] = _check_vector(found, part, base, index, faults=faults)
-        if asked and vector is None:
+        vector = vectors[part] = _check_vector(found, part, module, faults=faults)
+        if asked and vector is None and layer == base.num_layers:
+            faults.add(f"{WEIGHTS}: {quote(a.name)}", f"is not supported together with {where}")
+        elif asked and vector is None:
             faults.add(f"{WEIGHTS}: {quote(a.name)}", f"has no {part} beside it, but {WHERE} says {where}")
         elif vector is not None and not asked:
             faults.add(f"{WEIGHTS}: {quote(vector.name)}", f"is a {part}, but {WHERE} does not say {where}")
@@ -198,8 +202,8 @@ def _check_pair(
     return Pair(layer=layer, slice=index, rank=rank, scaling=scaling, a=a, b=b, **vectors)
 
 
-def _check_vector(found: _Module, part: str, base: BaseDescription, index: int, *, faults: Faults) -> TensorRef | None:
-    vector, width = found.parts.get(part), base.modules[index].out_features
+def _check_vector(found: _Module, part: str, module: TargetModule, *, faults: Faults) -> TensorRef | None:
+    vector, width = found.parts.get(part), module.out_features
     if vector is not None and vector.shape != (width,):
         faults.add(f"{WEIGHTS}: {quote(vector.name)}", f"has shape {list(vector.shape)}; this base needs [{width}]")
     return vector

@@ -75,6 +75,11 @@ FEATURES = (
         "the tensors in the file decide; where `target_modules` (list, name, expression, `all-linear`) differs, it warns",
         "target_modules",
     ),
+    _exact(
+        "LoRA on `embed_tokens` and `lm_head`",
+        "on the CPU; without the copies of base weights that PEFT adds (save with save_embedding_layers=False); together with "
+        "DoRA, `lora_bias`, an aLoRA or `ensure_weight_tying` refused",
+    ),
     _exact("fused projections", "on bases whose files hold q, k, v or gate, up as one tensor (Phi-3), under that tensor's name"),
     _exact("names", "with the prefix of a model with its head or without, with one adapter name in the keys or without"),
     _exact("element types", "fp32, fp16 and bf16, mixed too; rounded once to the type that the base is served in"),
@@ -116,10 +121,7 @@ FEATURES = (
         "megatron_core",
         "qalora_group_size",
     ),
-    _no_effect("ties of embedding and head", "neither is adapted", "ensure_weight_tying"),
     _refused("other tasks", "only adapters of causal language models are served", "task_type", off=("CAUSAL_LM",)),
-    _refused("LoRA on the token embedding", _PROJECTIONS, tensors=r"lora_embedding_[AB]|embed_tokens.*\.lora_"),
-    _refused("LoRA on lm_head", _PROJECTIONS, tensors=r"lm_head.*\.lora_"),
     _refused(
         "trained token rows (trainable_token_indices)",
         "train without added tokens",
@@ -130,8 +132,9 @@ FEATURES = (
         "full copies of modules (modules_to_save)",
         f"{_PROJECTIONS}, and save with save_embedding_layers=False",
         "modules_to_save",
-        tensors=r"modules_to_save|(embed_tokens|lm_head|norm|layernorm)(\.[^.]+)?\.weight$",
+        tensors=r"modules_to_save|(embed_tokens|lm_head|norm|layernorm)(\.(?!lora_)[^.]+)?\.weight$",
     ),
+    _refused("ties of adapted embeddings", "adapt embed_tokens and lm_head each for itself", "ensure_weight_tying"),
     _refused("LoRA on single parameters", "only linear modules may be targeted", "target_parameters"),
     _refused("replicated layers", "they change the base", "layer_replication"),
     _refused("fan_in_fan_out", "weights are stored (out, in) in this family", "fan_in_fan_out"),

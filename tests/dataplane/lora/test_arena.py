@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from dataplane.lora.arena import Arena
-from dataplane.lora.image import CorruptImageError, ImagePair, build_image
+from dataplane.lora.image import CorruptImageError, ImageError, ImagePair, build_image
 from dataplane.lora.units import Units
+from kernels.edges import EMBED, HEAD
 from kernels.epilogue import vector_at
 
 FEATURES = [(8, 6), (8, 2), (5, 9)]
@@ -27,9 +28,9 @@ def make_image(ranks, *, dtype="float32", num_layers=2, features=FEATURES, seed=
     return pairs, build_image(pairs, version="v", base_digest="b", dtype=dtype, **sizes)
 
 
-def make_arena(*, dtype="float32", num_units=8, unit_bytes=512):
+def make_arena(*, dtype="float32", num_units=8, unit_bytes=512, edge_features=()):
     sizes = {"unit_bytes": unit_bytes, "max_slots": 3, "num_layers": 2}
-    return Arena(num_units * unit_bytes + 100, features=FEATURES, dtype=dtype, **sizes)
+    return Arena(num_units * unit_bytes + 100, features=FEATURES, dtype=dtype, edge_features=edge_features, **sizes)
 
 
 def assert_holds(arena, slot, pairs):
@@ -80,6 +81,41 @@ def test_the_table_finds_gains_and_shifts_and_forgets_them_with_the_slot(dtype):
     assert table.has_epilogue.tolist() == [False, True, False]
     arena.clear(1)
     assert not table.has_epilogue.any()
+
+
+EDGES = [(11, 8), (8, 11)]  # a vocabulary of 11
+
+
+def test_pairs_on_embedding_and_head_lie_beside_the_table_and_go_with_the_slot():
+    pairs, _ = make_image({(0, 0): 3, (1, 2): 2})
+    ones = np.ones
+    pairs += [
+        ImagePair(2, 0, 0.5, ones((4, 11), np.float32), 2 * ones((8, 4), np.float32)),
+        ImagePair(2, 1, -1.0, 3 * ones((1, 8), np.float32), 4 * ones((11, 1), np.float32)),
+    ]
+    image = build_image(pairs, version="v", base_digest="b", dtype="float32", num_layers=2, num_slices=3)
+    assert image.has_edges
+    assert image.rank == 4
+    plain = make_arena()
+    with pytest.raises(ImageError, match="embedding or head is not computed on this device"):
+        plain.check(image)
+    arena = make_arena(edge_features=EDGES)
+    arena.write(1, image, Units(arena.num_units, unit_bytes=512).take(image.block_bytes))
+    embed, head = arena.edges[1][EMBED], arena.edges[1][HEAD]
+    assert (embed.rank, embed.scale, head.rank, head.scale) == (4, 0.5, 1, -1.0)
+    for offset, count, value in (
+        (embed.a_offset, 44, 1), (embed.b_offset, 32, 2), (head.a_offset, 8, 3), (head.b_offset, 11, 4),
+    ):  # fmt: skip
+        assert arena.tensor[offset : offset + count].eq(value).all()
+    assert arena.descriptors.largest_rank[1] == 3
+    _, without = make_image({(0, 0): 3})
+    arena.write(1, without, Units(arena.num_units, unit_bytes=512).take(without.block_bytes))
+    assert arena.edges == {}
+    arena.write(1, image, Units(arena.num_units, unit_bytes=512).take(image.block_bytes))
+    arena.clear(1)
+    assert arena.edges == {}
+    with pytest.raises(CorruptImageError, match="layer 2, slice 0 is 11 in, 8 out"):
+        make_arena(edge_features=[(12, 8), (8, 12)]).check(image)
 
 
 def test_an_image_cut_over_extents_is_found_as_a_whole_one_is_and_its_neighbours_stay():

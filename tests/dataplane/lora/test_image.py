@@ -143,7 +143,7 @@ def test_a_nan_whose_payload_would_round_to_infinity_or_to_zero_is_refused():
 def test_all_faults_are_listed_at_once():
     wrong = ImagePair(0, 0, 1.0, np.ones((2, 7), np.float32), np.ones((5, 3), np.float32))
     empty = ImagePair(1, 1, 1.0, np.ones((0, 7), np.float32), np.ones((5, 0), np.float32))
-    pairs = [pair(0, 1), pair(0, 1), pair(3, 0), pair(0, 2), pair(2, 0, scaling=np.inf), pair(2, 1, scaling=1e39), wrong, empty]
+    pairs = [pair(0, 1), pair(0, 1), pair(4, 0), pair(0, 2), pair(2, 0, scaling=np.inf), pair(2, 1, scaling=1e39), wrong, empty]
     with pytest.raises(ImageError) as caught:
         build(pairs)
     assert len(caught.value.violations) == 7

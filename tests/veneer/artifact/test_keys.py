@@ -24,6 +24,9 @@ KEYS = KeyMap(BASE)
             "base_model.model.layers.3.mlp.gate_proj.lora_A.lora.weight",
             Key("layers.3.mlp.gate_proj", 3, 4, "A", "lora", has_head=False),
         ),
+        ("base_model.model.lm_head.lora_B.weight", Key("lm_head", 12, 1, "B", "", has_head=True)),
+        ("base_model.model.embed_tokens.lora_embedding_A", Key("embed_tokens", 12, 0, "A", "", has_head=False)),
+        ("base_model.model.model.embed_tokens.lora_embedding_B.me", Key("model.embed_tokens", 12, 0, "B", "me", has_head=True)),
     ],
 )
 def test_names_that_peft_writes_are_understood(name: str, key: Key) -> None:
@@ -33,11 +36,12 @@ def test_names_that_peft_writes_are_understood(name: str, key: Key) -> None:
 def test_every_module_of_the_base_has_its_own_place() -> None:
     places = set()
     for path in KEYS.paths(has_head=True):
-        key = KEYS.parse(f"base_model.model.{path}.lora_A.weight")
+        key = KEYS.parse(f"base_model.model.{path}.lora_{'embedding_A' if 'embed' in path else 'A.weight'}")
         assert isinstance(key, Key)
-        assert BASE.modules[key.slice].path.format(layer=key.layer) == path
+        assert BASE.module_at(key.layer, key.slice).path.format(layer=key.layer) == path
         places.add((key.layer, key.slice))
-    assert len(places) == 12 * 7
+    assert len(places) == 12 * 7 + 2
+    assert KEYS.paths(has_head=True)[-2:] == ["model.embed_tokens", "lm_head"]
     assert KEYS.paths(has_head=False)[0] == "layers.0.self_attn.q_proj"
 
 
@@ -62,8 +66,13 @@ _STEM = "base_model.model.model.layers.0.self_attn.q_proj"
         (f"{_STEM}.base_layer.bias", "this base has no bias"),
         ("base_model.model.model.layers.0.input_layernorm.bias", "is not one of this base"),
         (f"{_STEM}.lora_A.bias", "is not one of this base"),
-        ("base_model.model.model.embed_tokens.lora_embedding_A", "LoRA on the token embedding"),
-        ("base_model.model.lm_head.lora_A.weight", "LoRA on lm_head"),
+        ("base_model.model.model.embed_tokens.lora_A.weight", "is not how PEFT writes a pair of embed_tokens"),
+        ("base_model.model.lm_head.lora_embedding_A", "is not how PEFT writes a pair of lm_head"),
+        ("base_model.model.lm_head.lora_magnitude_vector", "DoRA and biases are served in the layers only"),
+        ("base_model.model.lm_head.lora_B.bias", "leave lm_head out of target_modules"),
+        ("base_model.model.lm_head.base_layer.weight", "save with save_embedding_layers=False"),
+        ("base_model.model.model.embed_tokens.base_layer.weight", "save with save_embedding_layers=False"),
+        ("base_model.model.lm_head.bias", "this base has no bias at 'lm_head'"),
         ("base_model.model.lm_head.weight", "modules_to_save"),
         ("base_model.model.model.embed_tokens.weight", "modules_to_save"),
         ("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", "trainable_token_indices"),
