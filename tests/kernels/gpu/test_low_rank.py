@@ -167,6 +167,29 @@ def test_a_row_keeps_its_bits_whatever_its_neighbours_are(judge, gpu_world, rank
     assert not torch.equal(kept[0], y[[row for row, _ in mine]])
 
 
+@pytest.mark.parametrize("path", [Path.FIRST, Path.EXTENSION])
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_a_row_of_a_whole_site_keeps_its_bits_too(judge, gpu_world, in_fp8, rank_rows, gpu_sites, path, is_fp8):
+    world = gpu_world(13, torch.bfloat16)
+    adapters = world.adapters([16, 40, 5], whole=True, epilogue=True)
+    if is_fp8:
+        adapters, _ = in_fp8(world, adapters)
+    low_rank = judge.build(adapters, path=path, max_split=4, dtype=torch.bfloat16)
+    x, weight = world.tensor(16, 96), world.tensor(192, 96)
+    kept = []
+    for neighbours in ([1, 2, 0], [-1], [2, 2, 1]):
+        row_slot = np.resize(np.array(neighbours, dtype=np.int32), 16)
+        row_slot[6] = 2
+        low_rank.begin_step(rank_rows(adapters, row_slot))
+        others = x.clone() if not kept else world.tensor(16, 96)
+        others[6] = x[6]
+        y = torch.full((16, 192), torch.nan, dtype=torch.bfloat16)
+        low_rank.project_(y, others, weight, layer=0, site=gpu_sites[0].name)
+        kept.append(y[6])
+    assert all(torch.equal(kept[0], other) for other in kept[1:])
+    assert bool(torch.isfinite(kept[0]).all())
+
+
 def test_a_row_keeps_its_bits_across_row_counts_when_the_form_is_one_for_all(judge, gpu_world, rank_rows, gpu_sites):
     world = gpu_world(3, torch.bfloat16)
     adapters = world.adapters([16, 24, 5], whole=True)
