@@ -178,6 +178,8 @@ class Scheduler:
         favoured = seating.make_room()
         draft = Draft(self._limits, seating.decoders, active=self._leases.active)
         draft.add_decodes(seating.grow)
+        if not draft.num_rows:  # who gave way to itself may have left pages for one that stood back before it
+            draft.add_decodes(seating.grow)
         if self._pace is not None and draft.num_rows:
             draft.cap(self._rows_in_time(draft))
         self._prefill.fill(draft, favoured)

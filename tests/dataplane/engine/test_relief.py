@@ -259,6 +259,16 @@ def test_who_alone_takes_more_than_its_share_waits_for_those_within_theirs(lag: 
     assert_idle(scheduler)
 
 
+def test_one_that_stood_back_goes_on_in_the_step_in_which_another_gave_way() -> None:
+    scheduler = make(num_pages=8, max_step_tokens=8)
+    loop = Loop(scheduler)
+    for name in "ab":
+        add(scheduler, submit(name, 4, tenant=name, max_tokens=14))
+    loop.run()
+    assert set(loop.finished) == {"a", "b"}, "no step was left empty while there was something to do"
+    assert_idle(scheduler)
+
+
 def test_the_oldest_of_all_goes_last_of_those_above_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make(num_pages=16, max_sequences=4, max_step_tokens=64)
     loop = Loop(scheduler)
