@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from dataplane.engine.codec import decode, encode
 from dataplane.engine.config import EngineConfig
-from dataplane.engine.messages import Command, Event, Failed, Stop, decode, encode
+from dataplane.engine.messages import Command, Event, Failed, Stop
 from veneer.errors import VeneerError
 
 _log = logging.getLogger(__name__)

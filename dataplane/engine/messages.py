@@ -1,17 +1,15 @@
 """The engine's message interface: commands into it, events out of it.
 
 The engine runs in a process of its own; these records are all that passes between it and the serving process. They are plain
-frozen dataclasses of integers, floats, strings and tuples, so that one codec (JSON lines, see `encode` and `decode`) carries them
-and the same interface works inside one process for tests. Times are durations, never clock readings of the other process.
+frozen dataclasses of integers, floats, strings and tuples, so that one codec (`dataplane.engine.codec`) carries them and the same
+interface works inside one process for tests. Times are durations, never clock readings of the other process.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
 from itertools import repeat, starmap
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 MAX_LOGIT_BIAS = 300
 """Tokens with a bias of their own in one request."""
@@ -365,64 +363,3 @@ class Ready:
 
 
 Event = Tokens | Failed | Wanted | Moved | NotFinite | State | Ready
-
-_COMMANDS = (Submit, Abort, Pause, Resume, Stage, Unstage, Fail, Query, Stop)
-_EVENTS = (Tokens, Failed, Wanted, Moved, NotFinite, State, Ready)
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_COMMANDS, *_EVENTS)}
-
-
-def encode(message: Command | Event) -> bytes:
-    """Returns one line of JSON, newline included."""
-    return json.dumps([type(message).__name__, message], separators=(",", ":"), default=_fields).encode() + b"\n"
-
-
-def decode(line: bytes) -> Command | Event:
-    """Reads a line that `encode` wrote.
-
-    Raises:
-        ValueError: The line is no message.
-    """
-    try:
-        kind, fields = json.loads(line)
-        return _build(_KINDS[kind], fields)  # type: ignore[no-any-return]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError("not an engine message") from error
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    """Returns a dataclass's fields without copying them, as `dataclasses.asdict` would: a prompt may have 100,000 tokens."""
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-
-
-def _build(kind: type[Any], fields: dict[str, Any]) -> Any:
-    if kind is Submit:
-        return Submit(**{**fields, "prompt": tuple(fields["prompt"]), "sampling": _sampling(fields["sampling"])})
-    if kind is Tokens:
-        return _tokens(**fields)
-    if kind is State:
-        holdings = tuple(Holding(**holding) for holding in fields["holdings"])
-        seconds = tuple((str(part), float(number)) for part, number in fields["seconds"])
-        counts = tuple(fields["queue_counts"])
-        return State(**{**fields, "holdings": holdings, "seconds": seconds, "queue_counts": counts})
-    if kind is Ready:
-        return Ready(**{**fields, "plan": tuple(fields["plan"])})
-    return kind(**fields)
-
-
-def _sampling(fields: dict[str, Any]) -> Sampling:
-    bias = tuple((int(token), float(number)) for token, number in fields.get("logit_bias", ()))
-    words = tuple(tuple(word) for word in fields.get("bad_words", ()))
-    return Sampling(**{**fields, "stop_token_ids": tuple(fields["stop_token_ids"]), "logit_bias": bias, "bad_words": words})
-
-
-def _tokens(*, finishes: list[Any], logprobs: list[Any], prompt_logprobs: list[Any], **columns: list[Any]) -> Tokens:
-    return Tokens(
-        **{name: tuple(column) for name, column in columns.items()},
-        finishes=tuple((row, finish) for row, finish in finishes),
-        logprobs=tuple((row, _logprobs(fields)) for row, fields in logprobs),
-        prompt_logprobs=tuple((row, tuple(map(_logprobs, several))) for row, several in prompt_logprobs),
-    )
-
-
-def _logprobs(fields: dict[str, Any]) -> Logprobs:
-    return Logprobs(fields["logprob"], tuple((int(token), float(number)) for token, number in fields["top"]))

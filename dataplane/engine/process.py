@@ -11,9 +11,10 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from dataplane.engine.codec import decode, encode
 from dataplane.engine.collector import tame
 from dataplane.engine.config import EngineConfig
-from dataplane.engine.messages import Command, Event, Failed, Stop, decode, encode
+from dataplane.engine.messages import Command, Event, Failed, Stop
 from veneer.errors import InternalError, VeneerError
 
 _PR_SET_PDEATHSIG = 1
