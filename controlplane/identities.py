@@ -8,10 +8,14 @@ from datetime import datetime
 from sqlalchemy import text
 
 from controlplane.db import Database, translated
+from controlplane.limits import TenantLimits
 from controlplane.vault import Vault
 from veneer.access import Identity, Kind
 
-_IDENTIFY = text("SELECT kind, id, tenant, roles, expire_time, fallback_allowed, weight FROM identify(:hash)")
+_IDENTIFY = text("""
+    SELECT kind, id, tenant, roles, expire_time, fallback_allowed, weight, max_rank_rows, max_arena_bytes, max_host_bytes
+    FROM identify(:hash)
+""")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,7 @@ class Holder:
         expire_time: When the credential ends by itself; None: never.
         fallback_allowed: For tenant keys: the base may answer in place of an adapter if the request allows it.
         weight: For tenant keys: share of capacity relative to other tenants.
+        limits: For tenant keys: what the tenant may use at most on one data plane.
     """
 
     kind: Kind
@@ -35,6 +40,7 @@ class Holder:
     expire_time: datetime | None
     fallback_allowed: bool
     weight: int
+    limits: TenantLimits
 
 
 class Identities:
@@ -63,6 +69,9 @@ class Identities:
             expire_time=row.expire_time,
             fallback_allowed=row.fallback_allowed,
             weight=row.weight,
+            limits=TenantLimits(
+                max_rank_rows=row.max_rank_rows, max_arena_bytes=row.max_arena_bytes, max_host_bytes=row.max_host_bytes
+            ),
         )
 
     async def authenticate(self, key_digest: bytes) -> Identity | None:

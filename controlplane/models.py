@@ -81,8 +81,12 @@ tenants = Table(
     Column("fallback_allowed", Boolean, nullable=False),
     Column("weight", Integer, nullable=False),
     _created(),
+    Column("max_rank_rows", Integer, nullable=False, server_default="0"),
+    Column("max_arena_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("max_host_bytes", BigInteger, nullable=False, server_default="0"),
     CheckConstraint("name ~ '^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$'", name="name"),
     CheckConstraint("weight BETWEEN 1 AND 1000", name="weight"),
+    CheckConstraint("max_rank_rows >= 0 AND max_arena_bytes >= 0 AND max_host_bytes >= 0", name="limits"),
 )
 
 keys = Table(

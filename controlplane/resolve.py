@@ -11,6 +11,7 @@ from sqlalchemy import TextClause, text
 from controlplane.catalog import QUARANTINED, READY, RETIRED, STABLE
 from controlplane.db import Database, Scope
 from controlplane.identities import Holder, Identities
+from controlplane.limits import TenantLimits
 from controlplane.vault import Vault
 from veneer.errors import UnauthenticatedError
 
@@ -54,6 +55,7 @@ class Caller:
     roles: tuple[str, ...]
     fallback_allowed: bool
     weight: int
+    limits: TenantLimits
     cache_salt: bytes
     expire_time: datetime | None
     max_priority: int
@@ -172,6 +174,7 @@ class Resolver:
             roles=tuple(sorted(holder.roles)),
             fallback_allowed=holder.fallback_allowed,
             weight=holder.weight,
+            limits=holder.limits,
             cache_salt=self._vault.cache_salt(holder.tenant),
             expire_time=holder.expire_time,
             max_priority=max((_MAX_PRIORITY[role] for role in holder.roles), default=0),

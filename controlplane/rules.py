@@ -22,6 +22,7 @@ RULES: Rules = {
         {
             "CreateTenant": _OPERATOR,
             "ListTenants": _OPERATOR,
+            "SetTenantLimits": _OPERATOR,
             "CreateKey": _KEYS,
             "ListKeys": _KEYS,
             "RevokeKey": _KEYS,

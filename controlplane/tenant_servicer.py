@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from controlplane.grants import Sharing
 from controlplane.tenants import Tenants
-from controlplane.wire import grant_message, key_message, role_name, tenant_message
+from controlplane.wire import grant_message, key_message, limits_of, role_name, tenant_message
 from veneer.access import current_identity
 from veneer.controlplane.v1 import tenants_pb2, tenants_pb2_grpc
 from veneer.errors import InvalidArgumentError, NotFoundError, Violation
@@ -30,13 +30,22 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
         """See the API."""
         wanted = request.tenant
         allowed = wanted.fallback != tenants_pb2.FALLBACK_POLICY_FORBIDDEN
-        tenant = await self._tenants.create(wanted.name, fallback_allowed=allowed, weight=wanted.weight or 1)
+        tenant = await self._tenants.create(
+            wanted.name, fallback_allowed=allowed, weight=wanted.weight or 1, limits=limits_of(wanted.limits)
+        )
         return tenants_pb2.CreateTenantResponse(tenant=tenant_message(tenant))
 
     async def ListTenants(self, request: tenants_pb2.ListTenantsRequest, context: _Context) -> tenants_pb2.ListTenantsResponse:
         """See the API."""
         tenants, token = await self._tenants.page(page_size=request.page_size, token=request.page_token)
         return tenants_pb2.ListTenantsResponse(tenants=map(tenant_message, tenants), next_page_token=token)
+
+    async def SetTenantLimits(
+        self, request: tenants_pb2.SetTenantLimitsRequest, context: _Context
+    ) -> tenants_pb2.SetTenantLimitsResponse:
+        """See the API."""
+        tenant = await self._tenants.set_limits(request.tenant, limits_of(request.limits))
+        return tenants_pb2.SetTenantLimitsResponse(tenant=tenant_message(tenant))
 
     async def CreateKey(self, request: tenants_pb2.CreateKeyRequest, context: _Context) -> tenants_pb2.CreateKeyResponse:
         """See the API."""

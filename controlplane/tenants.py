@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from controlplane import models
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import OPERATOR, Database, Scope
+from controlplane.limits import TenantLimits
 from controlplane.paging import page_limit, page_start, page_token
 from controlplane.vault import Vault, new_secret, secret_digest
 from veneer.errors import AlreadyExistsError, NotFoundError
@@ -30,12 +32,14 @@ class Tenant:
         fallback_allowed: False: the base never answers in place of an adapter.
         weight: Share of capacity relative to other tenants; 1 to 1000.
         create_time: When it was created.
+        limits: What it may use at most on one data plane.
     """
 
     name: str
     fallback_allowed: bool
     weight: int
     create_time: datetime
+    limits: TenantLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,8 @@ class NewKey:
     secret: str
 
 
+_LIMITS = tuple(field.name for field in dataclasses.fields(TenantLimits))
+_TENANT = tuple(models.tenants.c[name] for name in ("name", "fallback_allowed", "weight", "create_time", *_LIMITS))
 _KEY = tuple(models.keys.c[name] for name in ("id", "tenant", "roles", "label", "create_time", "expire_time", "revoke_time"))
 
 
@@ -69,34 +75,43 @@ class Tenants:
         self._database = database
         self._vault = vault
 
-    async def create(self, name: str, *, fallback_allowed: bool, weight: int) -> Tenant:
+    async def create(self, name: str, *, fallback_allowed: bool, weight: int, limits: TenantLimits) -> Tenant:
         """Creates a tenant.
 
         Raises:
             AlreadyExistsError: The name is taken.
         """
         taken = AlreadyExistsError(f"there is a tenant {name!r} already")
-        row = {"name": name, "fallback_allowed": fallback_allowed, "weight": weight}
+        row = {"name": name, "fallback_allowed": fallback_allowed, "weight": weight, **dataclasses.asdict(limits)}
         async with self._database.transaction(OPERATOR, refusals={"pk_tenants": taken}) as connection:
-            query = insert(models.tenants).values(row).returning(models.tenants.c.create_time)
-            create_time = (await connection.execute(query)).scalar_one()
-        return Tenant(name, fallback_allowed, weight, create_time)
+            return _tenant((await connection.execute(insert(models.tenants).values(row).returning(*_TENANT))).one())
+
+    async def set_limits(self, name: str, limits: TenantLimits) -> Tenant:
+        """Replaces what a tenant may use at most.
+
+        Raises:
+            NotFoundError: There is no such tenant.
+        """
+        columns = models.tenants.c
+        query = update(models.tenants).where(columns.name == name).values(dataclasses.asdict(limits)).returning(*_TENANT)
+        async with self._database.transaction(OPERATOR) as connection:
+            row = (await connection.execute(query)).one_or_none()
+            if row is None:
+                raise NotFoundError(_NO_TENANT)
+            await record(connection, Change(kind=ChangeKind.KEY, tenant=name))
+        return _tenant(row)
 
     async def page(self, *, page_size: int, token: str) -> tuple[list[Tenant], str]:
         """A page of tenants by name, and the next page's token."""
         limit = page_limit(page_size)
         start = page_start("tenants", token, kinds=[str])
         columns = models.tenants.c
-        query = (
-            select(columns.name, columns.fallback_allowed, columns.weight, columns.create_time)
-            .order_by(columns.name)
-            .limit(limit + 1)
-        )
+        query = select(*_TENANT).order_by(columns.name).limit(limit + 1)
         if start is not None:
             query = query.where(columns.name > start[0])
         async with self._database.transaction(OPERATOR) as connection:
             rows = (await connection.execute(query)).all()
-        tenants = [Tenant(*row) for row in rows[:limit]]
+        tenants = [_tenant(row) for row in rows[:limit]]
         return tenants, page_token("tenants", [tenants[-1].name]) if len(rows) > limit else ""
 
     async def create_key(self, tenant: str, roles: Sequence[str], *, label: str, lifetime: timedelta | None) -> NewKey:
@@ -162,6 +177,11 @@ class Tenants:
 async def _must_exist(connection: AsyncConnection, tenant: str) -> None:
     if (await connection.execute(select(models.tenants.c.name).where(models.tenants.c.name == tenant))).one_or_none() is None:
         raise NotFoundError(_NO_TENANT)
+
+
+def _tenant(row: Row[Any]) -> Tenant:
+    limits = TenantLimits(**{name: getattr(row, name) for name in _LIMITS})
+    return Tenant(row.name, row.fallback_allowed, row.weight, row.create_time, limits)
 
 
 def _key(row: Row[Any]) -> Key:

@@ -11,6 +11,7 @@ from controlplane.bases import RegisteredBase
 from controlplane.catalog import Adapter, Alias, Version
 from controlplane.changes import Change, ChangeKind
 from controlplane.grants import Grant
+from controlplane.limits import TenantLimits
 from controlplane.nodes import Node
 from controlplane.resolve import Caller, Resolution
 from controlplane.tenants import Key, Tenant
@@ -54,7 +55,25 @@ def tenant_message(tenant: Tenant) -> tenants_pb2.Tenant:
     """A tenant as a message."""
     fallback = tenants_pb2.FALLBACK_POLICY_ALLOWED if tenant.fallback_allowed else tenants_pb2.FALLBACK_POLICY_FORBIDDEN
     return tenants_pb2.Tenant(
-        name=tenant.name, fallback=fallback, weight=tenant.weight, create_time=timestamp(tenant.create_time)
+        name=tenant.name,
+        fallback=fallback,
+        weight=tenant.weight,
+        create_time=timestamp(tenant.create_time),
+        limits=limits_message(tenant.limits),
+    )
+
+
+def limits_message(limits: TenantLimits) -> tenants_pb2.TenantLimits:
+    """A tenant's limits as a message."""
+    return tenants_pb2.TenantLimits(**dataclasses.asdict(limits))
+
+
+def limits_of(message: tenants_pb2.TenantLimits) -> TenantLimits:
+    """A tenant's limits from a message."""
+    return TenantLimits(
+        max_rank_rows=message.max_rank_rows,
+        max_arena_bytes=message.max_arena_bytes,
+        max_host_bytes=message.max_host_bytes,
     )
 
 
@@ -165,6 +184,7 @@ def caller_message(caller: Caller) -> nodes_pb2.Caller:
         cache_salt=caller.cache_salt,
         expire_time=timestamp(caller.expire_time),
         max_priority=caller.max_priority,
+        limits=limits_message(caller.limits),
     )
 
 

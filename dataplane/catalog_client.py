@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution
+from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution, TenantLimits
 from dataplane.resolve_cache import Key
 from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
 from veneer.errors import (
@@ -284,6 +284,11 @@ def _answer(response: nodes_pb2.ResolveResponse) -> Answer:
         cache_salt=caller.cache_salt,
         expire_unix_s=expire,
         max_priority=caller.max_priority,
+        limits=TenantLimits(
+            max_rank_rows=caller.limits.max_rank_rows,
+            max_arena_bytes=caller.limits.max_arena_bytes,
+            max_host_bytes=caller.limits.max_host_bytes,
+        ),
     )
     if response.WhichOneof("outcome") != "resolution":
         return Answer(who, _REFUSALS.get(response.refusal, Refusal.NOT_FOUND))

@@ -23,6 +23,29 @@ class Target:
     version: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """What a tenant may use at most on this node; 0 for no limit, or for none of its own in what the control plane says.
+
+    Attributes:
+        max_rank_rows: Rank rows of the distinct adapters of its running requests.
+        max_arena_bytes: Bytes of its adapters on the device.
+        max_host_bytes: Bytes of its adapters in host memory.
+    """
+
+    max_rank_rows: int = 0
+    max_arena_bytes: int = 0
+    max_host_bytes: int = 0
+
+    def over(self, defaults: TenantLimits) -> TenantLimits:
+        """Returns these limits, and where there is none the default one."""
+        return TenantLimits(
+            max_rank_rows=self.max_rank_rows or defaults.max_rank_rows,
+            max_arena_bytes=self.max_arena_bytes or defaults.max_arena_bytes,
+            max_host_bytes=self.max_host_bytes or defaults.max_host_bytes,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who calls.
@@ -35,6 +58,7 @@ class Caller:
         cache_salt: Secret of the tenant, part of every cache key.
         expire_unix_s: When the key ends by itself, by the control plane's clock; None for never.
         max_priority: Largest priority of its requests among those of its tenant.
+        limits: What the tenant may use at most, as the catalogue says.
     """
 
     tenant: str
@@ -44,6 +68,7 @@ class Caller:
     cache_salt: bytes
     expire_unix_s: float | None
     max_priority: int = 0
+    limits: TenantLimits = TenantLimits()
 
 
 @dataclass(frozen=True, slots=True)

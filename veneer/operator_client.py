@@ -46,10 +46,22 @@ class OperatorClient(Connection):
         *,
         fallback: tenants_pb2.FallbackPolicy.ValueType = tenants_pb2.FALLBACK_POLICY_ALLOWED,
         weight: int = 1,
+        limits: tenants_pb2.TenantLimits | None = None,
     ) -> tenants_pb2.Tenant:
         """Creates a tenant."""
-        tenant = tenants_pb2.Tenant(name=name, fallback=fallback, weight=weight)
+        tenant = tenants_pb2.Tenant(name=name, fallback=fallback, weight=weight, limits=limits)
         response = await self._ask(self._tenants.CreateTenant, tenants_pb2.CreateTenantRequest(tenant=tenant))
+        return typed(tenants_pb2.Tenant, response.tenant)
+
+    async def set_tenant_limits(
+        self, name: str, *, max_rank_rows: int = 0, max_arena_bytes: int = 0, max_host_bytes: int = 0
+    ) -> tenants_pb2.Tenant:
+        """Replaces what a tenant may use at most on one data plane; 0 leaves a limit to the data plane's settings."""
+        limits = tenants_pb2.TenantLimits(
+            max_rank_rows=max_rank_rows, max_arena_bytes=max_arena_bytes, max_host_bytes=max_host_bytes
+        )
+        request = tenants_pb2.SetTenantLimitsRequest(tenant=name, limits=limits)
+        response = await self._ask(self._tenants.SetTenantLimits, request)
         return typed(tenants_pb2.Tenant, response.tenant)
 
     async def tenants(self) -> list[tenants_pb2.Tenant]:

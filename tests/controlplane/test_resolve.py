@@ -127,6 +127,18 @@ async def test_the_caller_is_described_by_its_key_and_tenant(world: World, scene
     assert acme.cache_salt != caller.cache_salt
 
 
+async def test_limits_come_with_the_caller_and_a_change_of_them_is_told_to_nodes(world: World, scene: Scene) -> None:
+    assert (await scene.resolve(scene.acme, "")).caller.limits == tenants_pb2.TenantLimits()
+    cursor = (await scene.node.nodes.ListChanges(nodes_pb2.ListChangesRequest())).next_cursor
+
+    limits = tenants_pb2.TenantLimits(max_rank_rows=48, max_arena_bytes=1 << 40, max_host_bytes=7)
+    await world.operator.tenants.SetTenantLimits(tenants_pb2.SetTenantLimitsRequest(tenant="acme", limits=limits))
+
+    assert (await scene.resolve(scene.acme, "")).caller.limits == limits
+    changes = (await scene.node.nodes.ListChanges(nodes_pb2.ListChangesRequest(cursor=cursor))).changes
+    assert [(change.kind, change.tenant) for change in changes] == [(nodes_pb2.CHANGE_KIND_KEY, "acme")]
+
+
 async def test_a_key_that_is_none_is_unauthenticated(world: World, scene: Scene) -> None:
     revoked = await world.key("acme", CALLER)
     keys = (await scene.acme.tenants.ListKeys(tenants_pb2.ListKeysRequest())).keys

@@ -25,7 +25,16 @@ SHARING = {"Publish", "RetireVersion", "CreateGrant", "RevokeGrant"}
 MOVING = {"SetAlias", "Rollback"}
 READING = {"ListBases", "GetAdapter", "ListAdapters", "ListVersions", "ListGrants"}
 RUNNING = {"RotateNodeKey", "Resolve", "Introspect", "GrantBlobs", "ReadBlob", "ListChanges", "ReportVersion"}
-OPERATING = {"RegisterBase", "ListBases", "CreateTenant", "ListTenants", "CreateEnrollmentToken", "ListNodes", "RevokeNode"}
+OPERATING = {
+    "RegisterBase",
+    "ListBases",
+    "CreateTenant",
+    "ListTenants",
+    "SetTenantLimits",
+    "CreateEnrollmentToken",
+    "ListNodes",
+    "RevokeNode",
+}
 
 ADMITTED = {
     ("callers", "owner"): KEYS | SHARING | READING,

@@ -141,6 +141,40 @@ def test_the_schema_can_be_taken_down(fresh_database: TestDatabase) -> None:
     assert left == ["alembic_version"]
 
 
+def test_tenants_of_the_first_schema_have_no_limits_of_their_own_and_keep_the_rest(fresh_database: TestDatabase) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    from controlplane import schema
+
+    identify = text("SELECT tenant, weight FROM identify('\\x01')")
+    engine = create_engine(fresh_database.owner_url)
+    with engine.connect() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(schema._MIGRATIONS))
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0001")
+        connection.execute(text("INSERT INTO tenants (name, fallback_allowed, weight) VALUES ('acme', true, 7)"))
+        connection.execute(
+            text(
+                "INSERT INTO keys (tenant, id, hash, roles, label) "
+                "VALUES ('acme', gen_random_uuid(), '\\x01', ARRAY['caller'], '')"
+            )
+        )
+        assert connection.execute(identify).all() == [("acme", 7)]
+        command.upgrade(config, "0002")
+        assert connection.execute(identify).all() == [("acme", 7)]
+        limits = text("SELECT max_rank_rows, max_arena_bytes, max_host_bytes FROM identify('\\x01')")
+        assert connection.execute(limits).all() == [(0, 0, 0)]
+        connection.execute(text("UPDATE tenants SET max_host_bytes = 1::bigint << 40"))
+        assert connection.execute(limits).all() == [(0, 0, 1 << 40)]
+        command.downgrade(config, "0001")
+        assert connection.execute(text("SELECT * FROM tenants")).mappings().one()["weight"] == 7
+        command.upgrade(config, "head")
+        connection.commit()
+    engine.dispose()
+
+
 @pytest.fixture
 def plain_owner(postgres: Postgres) -> Iterator[str]:
     """Address of a database whose owner is no superuser, as on managed servers."""

@@ -25,6 +25,26 @@ async def test_a_tenant_has_the_weight_and_fallback_that_it_was_made_with(world:
     ]
 
 
+async def test_limits_are_set_at_once_and_replaced_whole(world: World) -> None:
+    await world.tenant("acme", limits=tenants_pb2.TenantLimits(max_rank_rows=64))
+    listed = (await world.operator.tenants.ListTenants(tenants_pb2.ListTenantsRequest())).tenants
+    assert listed[0].limits == tenants_pb2.TenantLimits(max_rank_rows=64)
+
+    limits = tenants_pb2.TenantLimits(max_arena_bytes=1 << 40, max_host_bytes=5)
+    request = tenants_pb2.SetTenantLimitsRequest(tenant="acme", limits=limits)
+    assert (await world.operator.tenants.SetTenantLimits(request)).tenant.limits == limits
+    listed = (await world.operator.tenants.ListTenants(tenants_pb2.ListTenantsRequest())).tenants
+    assert listed[0].limits == limits
+
+
+async def test_limits_of_no_tenant_cannot_be_set(world: World) -> None:
+    request = tenants_pb2.SetTenantLimitsRequest(tenant="nobody")
+    assert await refused(world.operator.tenants.SetTenantLimits(request)) == (
+        grpc.StatusCode.NOT_FOUND,
+        "there is no such tenant",
+    )
+
+
 async def test_a_name_is_given_once(world: World) -> None:
     await world.tenant("acme")
     assert await refused(world.tenant("acme")) == (grpc.StatusCode.ALREADY_EXISTS, "there is a tenant 'acme' already")

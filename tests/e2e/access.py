@@ -106,6 +106,7 @@ TABLE = {
             lambda s: tenants_pb2.CreateTenantRequest(tenant=tenants_pb2.Tenant(name=f"t-{uuid.uuid4().hex[:8]}")),
             *(PD, PD, PD, PD, OK),
         ),
+        "SetTenantLimits": Row(lambda s: tenants_pb2.SetTenantLimitsRequest(tenant="strict"), PD, PD, PD, PD, OK),
         "ListTenants": Row(lambda s: tenants_pb2.ListTenantsRequest(), PD, PD, PD, PD, OK),
         "CreateKey": Row(
             lambda s: tenants_pb2.CreateKeyRequest(tenant="acme", roles=[tenants_pb2.ROLE_CALLER]), OK, PD, NF, PD, OK

@@ -108,7 +108,16 @@ class Tenants(tenants_pb2_grpc.TenantServiceServicer):
         return tenants_pb2.CreateKeyResponse(key=tenants_pb2.Key(roles=request.roles, label=request.label), secret="s")
 
 
-for _name in ("CreateTenant", "ListTenants", "ListKeys", "RevokeKey", "CreateGrant", "ListGrants", "RevokeGrant"):
+for _name in (
+    "CreateTenant",
+    "ListTenants",
+    "SetTenantLimits",
+    "ListKeys",
+    "RevokeKey",
+    "CreateGrant",
+    "ListGrants",
+    "RevokeGrant",
+):
     setattr(Tenants, _name, None)
 Tenants.__abstractmethods__ = frozenset()
 

@@ -44,6 +44,29 @@ def create_tenant(
     )
 
 
+@tenants.command("limit")
+def limit_tenant(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="The tenant.")],
+    *,
+    rank_rows: Annotated[int, typer.Option(help="Rank rows of adapters that run at a time.", min=0, max=1 << 20)] = 0,
+    arena_bytes: Annotated[int, typer.Option(help="Bytes of its adapters on the device.", min=0, max=1 << 50)] = 0,
+    host_bytes: Annotated[int, typer.Option(help="Bytes of its adapters in host memory.", min=0, max=1 << 50)] = 0,
+    json: Json = False,
+) -> None:
+    """Set what a tenant may use at most on each data plane; what is not given is left to its settings."""
+    target: Target = context.obj
+
+    async def run() -> tenants_pb2.Tenant:
+        async with target.operator() as operator:
+            return await operator.set_tenant_limits(
+                name, max_rank_rows=rank_rows, max_arena_bytes=arena_bytes, max_host_bytes=host_bytes
+            )
+
+    tenant = asyncio.run(run())
+    print_json(tenant) if json else say(f"{tenant.name}: {_limits(tenant.limits)}; data planes follow within 5 s")
+
+
 @tenants.command("list")
 def list_tenants(context: typer.Context, *, json: Json = False) -> None:
     """List the tenants."""
@@ -59,10 +82,16 @@ def list_tenants(context: typer.Context, *, json: Json = False) -> None:
         return
     forbidden = tenants_pb2.FALLBACK_POLICY_FORBIDDEN
     rows = [
-        (one.name, max(one.weight, 1), "forbidden" if one.fallback == forbidden else "allowed", when(one.create_time))
+        (
+            one.name,
+            max(one.weight, 1),
+            _limits(one.limits),
+            "forbidden" if one.fallback == forbidden else "allowed",
+            when(one.create_time),
+        )
         for one in found
     ]
-    print_table("tenants", ("name", "weight", "fallback", "created"), rows)
+    print_table("tenants", ("name", "weight", "limits", "fallback", "created"), rows)
 
 
 @keys.command("create")
@@ -183,6 +212,16 @@ def revoke_grant(
 def _keeper(target: Target, tenant: str) -> Client | OperatorClient:
     """Who manages the keys: an operator when a tenant was named, else the tenant itself."""
     return target.operator() if tenant else target.client()
+
+
+def _limits(limits: tenants_pb2.TenantLimits) -> str:
+    """What a tenant may use at most, in words."""
+    given = (
+        (limits.max_rank_rows, "rank rows"),
+        (limits.max_arena_bytes, "B on the device"),
+        (limits.max_host_bytes, "B in host memory"),
+    )
+    return ", ".join(f"{number:,} {unit}" for number, unit in given if number) or "none of its own"
 
 
 def _role_names(key: tenants_pb2.Key) -> list[str]:
