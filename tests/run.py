@@ -45,7 +45,7 @@ SUITES = (
         budget_s=180,
         workers=2,
     ),
-    Suite("gpu", "not oracle and not e2e", ("tests/kernels/gpu",), budget_s=60),
+    Suite("gpu", "not oracle and not e2e", ("tests/kernels/gpu",), budget_s=60, workers=2),
     Suite("controlplane", "not oracle and not e2e", ("tests/controlplane",), budget_s=180),
     Suite("oracle", "oracle", ("tests",), budget_s=180),
     Suite("e2e", "e2e", ("tests",), budget_s=180),

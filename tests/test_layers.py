@@ -79,7 +79,7 @@ for module in {modules!r}:
 print("imported")
 """
 
-OWN = ("veneer", "controlplane", "dataplane", "kernels", "demo")
+OWN = ("veneer", "controlplane", "dataplane", "kernels", "demo", "benchmarks")
 
 
 def import_watched(
@@ -146,9 +146,11 @@ def test_importing_veneer_imports_nothing_else() -> None:
 def test_the_watch_catches_a_forbidden_import() -> None:
     """The tests above can fail: a module that reaches for a service library is refused."""
     direct = import_watched(["veneer.controlplane.v1.bases_pb2"], allowed=DEVICE_LIBRARIES, packages=("veneer",))
+    measured = import_watched(["benchmarks.catalogue"], allowed=DEVICE_LIBRARIES, packages=("benchmarks",))
     indirect = import_watched(["dataplane.model.layers"], banned=("torch",))
 
     assert "imports google" in direct.stderr
+    assert "benchmarks.catalogue imports" in measured.stderr
     assert "torch was imported" in indirect.stderr
 
 

@@ -28,6 +28,7 @@ from kernels.gpu.low_rank import TritonLowRank
 from kernels.gpu.paths import Path, Paths, Timing
 from kernels.gpu.shrink import shrink
 from kernels.gpu.tiles import ExtensionTiles, Launch, Tiles
+from tests.kernels.gpu.planting import COUNTS
 
 GPU_SITES = (
     Site.fused("qkv", first_slice=0, in_features=96, out_features=(96, 48, 48)),
@@ -203,6 +204,13 @@ def narrow(world, adapters):
         replace(adapters, arena=torch.from_numpy(codes), descriptors=narrow_table),
         replace(adapters, arena=wide, descriptors=narrow_table),
     )
+
+
+def pytest_terminal_summary(terminalreporter):
+    for report in [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]:
+        for name, value in report.user_properties if report.when == "call" else ():
+            if name == COUNTS:
+                terminalreporter.write_line(value)
 
 
 @pytest.fixture

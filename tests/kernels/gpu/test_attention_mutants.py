@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
-
 import pytest
 import torch
 
-import kernels.gpu.attention
-import kernels.gpu.attention_items
-import kernels.gpu.attention_tiles
-import kernels.gpu.decode_attention
-import kernels.gpu.kv_append
-import kernels.gpu.online_softmax
-import kernels.gpu.prefill_attention
 from kernels.gpu.attention_metadata import AttentionMetadata
 from tests.kernels.gpu.paging import Part, Sequences, heads_of
+from tests.kernels.gpu.planting import Mutant, all_are_caught, faults_of, stale_metadata
 from tests.kernels.gpu.test_attention import far_pages, merged_in_order
 from tests.kernels.gpu.test_attention_launches import replays_follow_the_metadata
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A planted fault: in the text of one file, `old` (there once) becomes `new`."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-
 
 SEEN = 'scores = tl.where(seen[None, :], scores, float("-inf"))'
 DISTANCE = "(distance >= 0) & (distance < window)"
@@ -138,28 +115,6 @@ MUTANTS = (
     ),
     Mutant("lists: pages of the chunk before", "attention_items", "start += chunk.pages.size", "pass"),
 )
-DEFINED = {"online_softmax": ("scaled", "absorb"), "attention_items": ("build_attention_items",)}
-MODULES = {name: getattr(kernels.gpu, name) for name in {mutant.file for mutant in MUTANTS}}
-
-
-def text_of(mutant: Mutant) -> str:
-    return Path(MODULES[mutant.file].__file__).read_text(encoding="utf-8")
-
-
-def plant(mutant: Mutant, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts what a mutated file defines in the place of what others imported; a file, since the interpreter reads the source."""
-    text = text_of(mutant)
-    assert text.count(mutant.old) == 1, f"{mutant.name}: found {text.count(mutant.old)} times"
-    path = folder / f"mutated_{mutant.file}.py"
-    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, path.stem, module)
-    spec.loader.exec_module(module)
-    for name in DEFINED.get(mutant.file, (mutant.file,)):
-        for user in (kernels.gpu.attention, kernels.gpu.decode_attention, kernels.gpu.prefill_attention):
-            if hasattr(user, name):
-                monkeypatch.setattr(user, name, getattr(module, name))
 
 
 def trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,41 +133,12 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-class TestAttentionMutants:
-    """Planted faults; prints how many of them were seen."""
-
-    caught: ClassVar[list[str]] = []
-
-    def test_without_a_mutant_the_trial_passes(self, monkeypatch):
-        trial(monkeypatch)
-
-    @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-    def test_a_mutant_is_caught(self, monkeypatch, tmp_path, mutant):
-        plant(mutant, tmp_path, monkeypatch)
-        with pytest.raises(AssertionError):
-            trial(monkeypatch)
-        self.caught.append(mutant.name)
-
-    def test_stale_metadata_at_replay_is_caught(self, monkeypatch):
-        fill, steps = AttentionMetadata.fill, []
-
-        def fill_with_the_last(self, *step):
-            steps.append(step)
-            fill(self, *steps[-2:][0])
-
-        monkeypatch.setattr(AttentionMetadata, "fill", fill_with_the_last)
-        with pytest.raises(AssertionError):
-            replays_follow_the_metadata(monkeypatch)
-        self.caught.append("stale metadata at replay")
-
-    def test_says_how_many_were_caught(self):
-        planted = len(MUTANTS) + 1
-        print(f"\nattention: {len(self.caught)} of {planted} planted faults caught")
-        assert len(self.caught) == planted
+def test_every_planted_fault_is_caught(tmp_path, record_property):
+    faults = faults_of(MUTANTS, tmp_path, trial)
+    all_are_caught("attention", [*faults, stale_metadata(AttentionMetadata, replays_follow_the_metadata)], record_property)
 
 
 def test_every_mutant_still_fits_the_text():
-    for mutant in MUTANTS:
-        assert text_of(mutant).count(mutant.old) == 1, mutant.name
+    assert all(mutant.text() for mutant in MUTANTS)

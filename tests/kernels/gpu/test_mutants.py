@@ -1,36 +1,18 @@
-"""Faults planted in the kernels' text, each of which the comparison with the reference has to see."""
+"""Faults planted in the text of the low-rank kernels, each of which the comparison with the reference has to see."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import pathlib
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-import kernels.gpu.epilogue
-import kernels.gpu.expand
-import kernels.gpu.extension
-import kernels.gpu.launches
-import kernels.gpu.shrink
 from kernels.gpu.metadata import StepMetadata
 from kernels.gpu.paths import Path
+from tests.kernels.gpu.planting import Mutant, all_are_caught, faults_of, stale_metadata
 from tests.kernels.gpu.tape import Tape, replays_follow_the_metadata
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A planted fault: in the text of one kernel, `old` (there once) becomes `new`."""
-
-    name: str
-    kernel: str
-    old: str
-    new: str
-
 
 MUTANTS = (
     Mutant("mask dropped", "shrink", "own[:, None] & (offs_j < num_live)[None, :]", "(offs_j < num_live)[None, :]"),
@@ -122,22 +104,6 @@ MUTANTS = (
 )
 
 
-def kernel_text(name):
-    return pathlib.Path(getattr(kernels.gpu, name).__file__).read_text(encoding="utf-8")
-
-
-def mutated(mutant, folder):
-    """Returns the mutant's kernel, from a file of its own, since the interpreter reads the source."""
-    text = kernel_text(mutant.kernel)
-    assert text.count(mutant.old) == 1, f"{mutant.name}: found {text.count(mutant.old)} times"
-    path = folder / f"mutated_{mutant.kernel}.py"
-    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, mutant.kernel)
-
-
 def trial(judge, gpu_world, in_fp8, rank_rows, gpu_sites):
     """A few small comparisons, as in test_low_rank.py; raises where the kernels are wrong."""
     world = gpu_world(11, torch.float32)
@@ -185,42 +151,16 @@ def far_offsets(judge, gpu_world, rank_rows, gpu_sites):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-class TestMutants:
-    """Planted faults; prints how many of them were seen."""
-
-    caught: ClassVar[list[str]] = []
-
-    def test_without_a_mutant_the_trial_passes(self, judge, gpu_world, in_fp8, rank_rows, gpu_sites):
-        trial(judge, gpu_world, in_fp8, rank_rows, gpu_sites)
-
-    @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-    def test_a_mutant_is_caught(self, judge, gpu_world, in_fp8, rank_rows, gpu_sites, monkeypatch, tmp_path, mutant):
-        monkeypatch.setattr(kernels.gpu.launches, mutant.kernel, mutated(mutant, tmp_path))
-        with pytest.raises(AssertionError):
-            trial(judge, gpu_world, in_fp8, rank_rows, gpu_sites)
-        self.caught.append(mutant.name)
-
-    def test_stale_metadata_at_replay_is_caught(self, judge, gpu_world, in_fp8, rank_rows, gpu_sites, monkeypatch):
-        fill, steps = StepMetadata.fill, []
-
-        def fill_with_the_last(self, *step):
-            steps.append(step)
-            fill(self, *steps[-2:][0])
-
-        monkeypatch.setattr(StepMetadata, "fill", fill_with_the_last)
-        with pytest.raises(AssertionError):
-            replays_follow_the_metadata(judge, gpu_world, rank_rows, gpu_sites, Tape(monkeypatch))
-        self.caught.append("stale metadata at replay")
-
-    def test_all_were_caught(self, capsys):
-        planted = len(MUTANTS) + 1
-        with capsys.disabled():
-            print(f"\nmutants of the GPU kernels: {len(self.caught)} of {planted} caught")
-        assert len(self.caught) == planted
+def test_every_planted_fault_is_caught(judge, gpu_world, in_fp8, rank_rows, gpu_sites, tmp_path, record_property):
+    faults = faults_of(MUTANTS, tmp_path, lambda _: trial(judge, gpu_world, in_fp8, rank_rows, gpu_sites))
+    replays = stale_metadata(
+        StepMetadata,
+        lambda patch: replays_follow_the_metadata(judge, gpu_world, rank_rows, gpu_sites, Tape(patch)),
+    )
+    all_are_caught("low-rank kernels", [*faults, replays], record_property)
 
 
 def test_every_mutant_still_fits_the_kernels():
-    for mutant in MUTANTS:
-        assert kernel_text(mutant.kernel).count(mutant.old) == 1, mutant.name
+    assert all(mutant.text() for mutant in MUTANTS)
