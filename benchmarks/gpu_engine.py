@@ -1,15 +1,15 @@
-"""Parts of `benchmarks.gpu_check` around the whole engine: the scheduler's steps beside bare replays, loads beside steps."""
+"""The part `engine` of `benchmarks.gpu_check`: the scheduler's steps beside bare replays, and what memory they take."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -19,12 +19,11 @@ from benchmarks.gpu_check import Figure
 from benchmarks.roofline import LLAMA_7B, Shapes, floor_ratio
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.engine import Engine
+from dataplane.engine.graphs import DecodeGraphs
 from dataplane.engine.messages import Sampling, Stage, Submit
 from dataplane.engine.plan import Decodes, Picks, Plan
 from dataplane.engine.runner import Runner, model_features
-from dataplane.lora.arena import Arena
 from dataplane.lora.image import Image, ImagePair, build_image, write_image
-from dataplane.lora.units import Extent
 from dataplane.model.architecture import Architecture
 from dataplane.model.config import parse_config
 from dataplane.model.decoder import Decoder
@@ -33,8 +32,10 @@ from dataplane.model.pieces import Pieces
 from dataplane.model.stack import DecoderLayer, PieceStack
 from kernels.rows import BASE, build_rank_rows
 
-_UNIT_BYTES = 2 << 20
-_HEAD_DIM = 128
+_MIB = 1 << 20
+HEAD_DIM = 128
+"""Of a 7B model."""
+
 _GREEDY = Sampling(max_tokens=1, temperature=0.0)
 
 
@@ -60,7 +61,49 @@ class Marks:
         return float(start.elapsed_time(end))
 
 
-def fields_of(shapes: Shapes, *, head_dim: int = _HEAD_DIM, max_context: int = 4096) -> dict[str, object]:
+class Memory:
+    """Memory of a device that no tensor accounts for: what captured steps take, and libraries.
+
+    Args:
+        free: Returns the bytes that the device has left.
+        reserved: Returns those that torch took for tensors.
+    """
+
+    def __init__(self, free: Callable[[], int], reserved: Callable[[], int]) -> None:
+        self._free, self._reserved = free, reserved
+        self._start = self._taken()
+        self._graphs: list[int] = []
+
+    @classmethod
+    def of(cls, device: str) -> Memory:
+        """Returns the memory of a device; the CPU has none that would count."""
+        if device != "cuda":
+            return cls(lambda: 0, lambda: 0)
+        torch.cuda.init()
+        return cls(lambda: torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved)
+
+    def _taken(self) -> int:
+        return -self._free() - self._reserved()
+
+    def counted(self, add: Callable[..., None]) -> Callable[..., None]:
+        """Returns `DecodeGraphs.add` with a look at the memory before and after."""
+
+        def add_counted(*args: Any, **kwargs: Any) -> None:
+            before = self._taken()
+            add(*args, **kwargs)
+            self._graphs.append(self._taken() - before)
+
+        return add_counted
+
+    def figures(self) -> Iterator[Figure]:
+        """Yields what the memory plan assumes of both: the first capture, which makes workspaces, counts as any other."""
+        graph_bytes = statistics.median(self._graphs)
+        library_bytes = self._taken() - self._start - graph_bytes * len(self._graphs)
+        yield Figure("graph_mib", graph_bytes / _MIB, "MiB")
+        yield Figure("libraries_mib", library_bytes / _MIB, "MiB")
+
+
+def fields_of(shapes: Shapes, *, head_dim: int = HEAD_DIM, max_context: int = 4096) -> dict[str, object]:
     """Returns the config of a Llama of these shapes."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -174,7 +217,7 @@ class Serving:
 def engine(
     *,
     shapes: Shapes = LLAMA_7B,
-    head_dim: int = _HEAD_DIM,
+    head_dim: int = HEAD_DIM,
     num_rows: int = 64,
     num_adapters: int = 22,
     rank: int = 16,
@@ -193,13 +236,16 @@ def engine(
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(fields_of(shapes, head_dim=head_dim)))
         config = EngineConfig(model_dir=name, **settings)  # type: ignore[arg-type]
+        memory = Memory.of(config.device)
         with (
             mock.patch("dataplane.engine.runner.load_decoder", random_decoder),
             mock.patch("dataplane.engine.engine._IDLE_S", 0.01),
+            mock.patch.object(DecodeGraphs, "add", memory.counted(DecodeGraphs.add)),
         ):
             serving = Serving(folder, config=config, num_adapters=num_adapters, rank=rank, num_steps=2 * num_steps + 50)
             try:
                 marks = Marks(config.device)
+                yield from memory.figures()
                 yield from _steps(serving, marks, num_slots=num_adapters, num_steps=num_steps, repeats=repeats)
                 yield from _ratios(
                     serving.runner,
@@ -284,57 +330,3 @@ def _replay_ms(runner: Runner, marks: Marks, *, num_rows: int, num_slots: int, c
             graphs.replay(num_rows, variant)
             taken.append(marks.ms(start, marks.mark()))
     return statistics.median(taken)
-
-
-def arena_copies(
-    *,
-    shapes: Shapes = LLAMA_7B,
-    rank: int = 16,
-    device: str = "cuda",
-    dtype: str = "bfloat16",
-    plain_s: float,
-    step: Callable[[], object],
-    num_steps: int = 200,
-) -> Iterator[Figure]:
-    """Loads as the engine makes them, from pageable memory through pinned blocks: alone, and beside steps.
-
-    Args:
-        shapes: Of the model.
-        rank: Of the adapter.
-        device: Where the arena lies.
-        dtype: Of the model.
-        plain_s: Seconds of a plain copy of as many pinned bytes.
-        step: Runs one step and waits for it.
-        num_steps: Steps that are timed.
-    """
-    form = parse_config(fields_of(shapes, head_dim=min(_HEAD_DIM, shapes.kv)))
-    image = random_image(form, rank=rank, dtype=dtype)
-    num_units = -(-image.num_bytes // _UNIT_BYTES)
-    arena = Arena(
-        num_units * _UNIT_BYTES, unit_bytes=_UNIT_BYTES, max_slots=1, num_layers=form.num_layers,
-        features=model_features(form), dtype=dtype, device=device,
-    )  # fmt: skip
-    whole = [Extent(0, num_units, 0, len(image.blocks))]
-
-    def seconds(run: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-
-    yield Figure("arena_copy_of_pinned_copy", plain_s / min(seconds(lambda: arena.copy(image, whole)) for _ in range(5)), "ratio")
-    alone = [seconds(step) for _ in range(num_steps)]
-    stop = threading.Event()
-
-    def load() -> None:
-        while not stop.is_set():
-            arena.copy(image, whole)
-
-    thread = threading.Thread(target=load, name="loads")
-    thread.start()
-    try:
-        beside = [seconds(step) for _ in range(num_steps)]
-    finally:
-        stop.set()
-        thread.join()
-    for name, taken in (("alone", alone), ("beside_loads", beside)):
-        yield Figure(f"step_p99_{name}_ms", statistics.quantiles(taken, n=100)[98] * 1e3, "ms")

@@ -13,25 +13,29 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks.gpu_attention import attention
+from benchmarks.gpu_attention import Part as RowsOf
+from benchmarks.gpu_attention import World, attention
 from benchmarks.gpu_check import Figure
-from benchmarks.gpu_engine import arena_copies, engine
+from benchmarks.gpu_correct import correct
+from benchmarks.gpu_engine import engine
+from benchmarks.gpu_load import load
 from benchmarks.gpu_timing import COPY_BYTES, captured, median_ms, read_bandwidth
-from benchmarks.gpu_world import DTYPE, Adapters, BaseModel, Step, build_adapters, error_over_bound
-from benchmarks.roofline import LLAMA_7B, Shapes, floor_ratio
+from benchmarks.gpu_world import DTYPE, BaseModel, Step, build_adapters
+from benchmarks.roofline import LLAMA_7B, Shapes
+from kernels.gpu.attention import Heads
 from kernels.gpu.device import probe
 from kernels.gpu.launches import SiteTable
 from kernels.gpu.low_rank import TritonLowRank, Variant
 from kernels.gpu.paths import Path
 from kernels.gpu.tiles import tiles_for
-from kernels.rows import BASE, RankRows, build_rank_rows
+from kernels.rows import BASE, build_rank_rows
 from kernels.sites import Site
 
 __all__ = ["attention", "card", "correct", "decode", "engine", "launches", "load", "mixes", "products"]
 
 _DEVICE = "cuda"
 _BEYOND_L2 = 512 << 20
-_UNIT_BYTES = 2 << 20
+_HEAD_DIM = 128
 _TINY = Shapes(num_layers=2, hidden=256, kv=128, mlp=512, vocab=512)
 
 
@@ -122,57 +126,11 @@ def _add_pairs(low_rank: TritonLowRank, y: Tensor, x: Tensor, count: int) -> Non
         low_rank.add_(y, x, layer=i % 2, site="o")
 
 
-def correct(*, shapes: Shapes = LLAMA_7B, device: str = _DEVICE, repeats: int = 1000, most_rows: int = 300) -> Iterator[Figure]:
-    """Every site, bucket and path beside float64, the same bits many times, and bits that do not depend on neighbours."""
-    shapes = dataclasses.replace(shapes, num_layers=2)
-    adapters = build_adapters(shapes, count=5, rank=24, device=device)
-    most_rows = max(64, most_rows)
-    worst = 0.0
-    for path in Path:
-        low_rank = adapters.low_rank(max_rows=most_rows, path=path)
-        for num_rows in (rows for rows in (1, 16, 64, 128, 300) if rows <= most_rows):
-            rows = adapters.rows(num_rows) if num_rows > 1 else adapters.step(np.array([3], dtype=np.int32))
-            low_rank.begin_step(rows)
-            for site in shapes.sites:
-                worst = max(worst, _error_of(low_rank, adapters, rows, site=site, device=device))
-    yield Figure("error_over_bound", worst, "ratio", 1.0)
-    assert worst <= 1, f"an error is {worst:.2f} times its bound"
-    site = shapes.sites[0]
-    x, y = (torch.randn(64, width, dtype=DTYPE, device=device) for width in (site.in_features, site.columns[-1][1]))
-    low_rank.begin_step(adapters.rows(64))
-    different = torch.zeros((), dtype=torch.int64, device=device)
-    outputs = [torch.empty_like(y) for _ in range(2)]
-    for i in range(repeats):
-        outputs[min(i, 1)].copy_(y)
-        low_rank.add_(outputs[min(i, 1)], x, layer=0, site=site.name)
-        different += (outputs[0] != outputs[min(i, 1)]).any()
-    yield Figure(f"different_of_{repeats}_repeats", int(different))
-    assert int(different) == 0, "the same step gave other bits"
-    changed = 0
-    for seed in range(min(repeats, 20)):
-        row_slot = np.random.default_rng(seed).integers(-1, adapters.count, 64).astype(np.int32)
-        row_slot[7] = adapters.rows(64).row_slot[7]
-        low_rank.begin_step(adapters.step(row_slot))
-        out = y.clone()
-        low_rank.add_(out, x, layer=0, site=site.name)
-        changed += int(not torch.equal(out[7], outputs[0][7]))
-    yield Figure("rows_changed_by_neighbours", changed)
-    assert changed == 0, "a row's bits depend on its neighbours"
-
-
-def _error_of(low_rank: TritonLowRank, adapters: Adapters, rows: RankRows, *, site: Site, device: str) -> float:
-    num_rows, width = rows.row_slot.size, site.columns[-1][1]
-    x, y = torch.randn(num_rows, site.in_features, dtype=DTYPE, device=device), torch.full((num_rows, width), torch.nan)
-    weight = torch.empty(width, site.in_features, dtype=DTYPE, device=device).normal_(std=site.in_features**-0.5)
-    y = y.to(device, DTYPE)
-    low_rank.project_(y, x, weight, layer=1, site=site.name)
-    product = x.double() @ weight.double().t()
-    return error_over_bound(y, product, x, adapters=adapters, layer=1, site=site, rows=rows, roundings_of_y=2)
-
-
 def decode() -> Iterator[Figure]:
-    """A captured step of 64 rows: the base, and 22 adapters of rank 16 by every path."""
-    yield from _mixes(BaseModel(LLAMA_7B, device=_DEVICE), (Mix(22, 16),), num_rows=64, paths=tuple(Path))
+    """A captured step of 64 rows: the base, and 22 adapters of rank 16 by every path; without attention, and with 256 tokens."""
+    model, paths = BaseModel(LLAMA_7B, device=_DEVICE), tuple(Path)
+    yield from _mixes(model, (Mix(22, 16),), num_rows=64, paths=paths)
+    yield from _mixes(model, (Mix(22, 16),), num_rows=64, paths=paths, context=256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +160,16 @@ def _mixes(
     *,
     num_rows: int,
     paths: tuple[Path, ...],
+    context: int = 0,
     shapes: Shapes = LLAMA_7B,
     device: str = _DEVICE,
     time_ms: Callable[[Step], float] = step_ms,
+    bandwidth: Callable[[], float] = read_bandwidth,
 ) -> Iterator[Figure]:
+    """Steps by each path over the fastest base step, and the time that adapters add over that of their bytes."""
+    attend = _attention_of(shapes, num_rows=num_rows, context=context, device=device) if context else None
+    at = f"{num_rows}_rows" + (f"_context_{context}" if context else "")
+    base_bytes = shapes.base_bytes + num_rows * context * shapes.kv_token_bytes
     base: float | None = None
     for mix in mixes:
         adapters = build_adapters(shapes, count=mix.count, rank=mix.rank, device=device, is_fp8=mix.is_fp8)
@@ -214,33 +178,20 @@ def _mixes(
             low_rank = adapters.low_rank(max_rows=num_rows, path=path)
             low_rank.begin_step(rows, variant=Variant.LOW_RANK)
             if base is None:
-                base = min(time_ms(model.step("base", low_rank, num_rows=num_rows)) for _ in range(2))
-                yield Figure(f"base_{num_rows}_rows_ms", base, "ms")
-                if device == _DEVICE:
-                    yield Figure(f"base_{num_rows}_rows_of_bandwidth", shapes.base_bytes / base * 1e3 / read_bandwidth(), "ratio")
-            taken = time_ms(model.step("adapters", low_rank, num_rows=num_rows))
-            half = 0.5 if mix.is_fp8 else 1.0
-            floor = 1 + half * (floor_ratio(shapes, num_adapters=mix.count, rank=mix.rank) - 1) if num_rows <= 64 else None
-            yield Figure(f"{mix}_{num_rows}_rows_{path}", taken / base, "ratio", floor)
+                base = min(time_ms(model.step("base", low_rank, num_rows=num_rows, attend=attend)) for _ in range(2))
+                yield Figure(f"base_{at}_ms", base, "ms")
+                yield Figure(f"base_{at}_of_bandwidth", base_bytes / base * 1e3 / bandwidth(), "ratio")
+            taken = time_ms(model.step("adapters", low_rank, num_rows=num_rows, attend=attend))
+            size = mix.count * mix.rank * shapes.rank_row_bytes * (0.5 if mix.is_fp8 else 1.0)
+            floor = 1 + size / base_bytes if num_rows <= 64 else None
+            yield Figure(f"{mix}_{at}_{path}", taken / base, "ratio", floor)
+            if num_rows <= 64:
+                yield Figure(f"{mix}_{at}_{path}_added_over_bytes", (taken - base) / 1e3 * bandwidth() / size, "ratio", 1.0)
 
 
-def load() -> Iterator[Figure]:
-    """An adapter's bytes from pinned memory, in one piece and by units, and what they do to the steps beside them."""
-    size = 16 * LLAMA_7B.rank_row_bytes
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(size, dtype=torch.uint8, device=_DEVICE)
-    plain = median_ms(lambda: target.copy_(host, non_blocking=True))
-    pieces = list(zip(host.split(_UNIT_BYTES), target.split(_UNIT_BYTES), strict=True))
-    by_units = median_ms(lambda: [to.copy_(of, non_blocking=True) for of, to in pieces])
-    yield Figure("pinned_copy_bandwidth", size / plain / 1e6, "GB/s")
-    yield Figure("by_units_of_pinned_copy", plain / by_units, "ratio")
-    adapters = build_adapters(LLAMA_7B, count=22, rank=16, device=_DEVICE)
-    low_rank = adapters.low_rank(max_rows=64)
-    low_rank.begin_step(adapters.rows(64))
-    replay = captured(BaseModel(LLAMA_7B, device=_DEVICE).step("adapters", low_rank, num_rows=64)).replay
-
-    def step() -> None:
-        replay()
-        torch.cuda.synchronize()
-
-    yield from arena_copies(plain_s=plain / 1e3, step=step)
+def _attention_of(shapes: Shapes, *, num_rows: int, context: int, device: str) -> Callable[[int], object]:
+    """Returns what attends at a layer, for rows that decode behind so many tokens, over random pages."""
+    head_dim = min(_HEAD_DIM, shapes.kv)
+    heads = Heads(shapes.hidden // head_dim, shapes.kv // head_dim, head_dim, scale=head_dim**-0.5)
+    world = World(heads, [RowsOf(context)] * num_rows, device=device, num_layers=shapes.num_layers)
+    return lambda layer: world.run(layer=layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,17 +12,15 @@ from torch import Tensor
 
 from benchmarks.roofline import Shapes
 from kernels.descriptors import Blocks, Descriptors
+from kernels.epilogue import vector_at
 from kernels.fp8 import factor_bytes
 from kernels.gpu.device import Gpu, probe
 from kernels.gpu.low_rank import TritonLowRank
 from kernels.gpu.paths import Path, Paths, Timing
 from kernels.gpu.tiles import TILES
-from kernels.rows import RankRows, aligned_rank, build_rank_rows
-from kernels.sites import Site
+from kernels.rows import ABSENT, RankRows, aligned_rank, build_rank_rows
 
 DTYPE = torch.bfloat16
-_ROUNDOFF = 2.0**-8
-_ROUNDINGS = 5  # of H, twice, of the products' sums and of y
 _ALIGN_BYTES = 128
 
 Form = Literal["base", "adapters"]
@@ -57,7 +56,9 @@ class Adapters:
         """Returns the step of given rows."""
         return build_rank_rows(row_slot, self.descriptors.largest_rank)
 
-    def low_rank(self, *, max_rows: int, gpu: Gpu | None = None, path: Path = Path.AFTER) -> TritonLowRank:
+    def low_rank(
+        self, *, max_rows: int, gpu: Gpu | None = None, path: Path = Path.AFTER, batch_invariant: bool = False
+    ) -> TritonLowRank:
         """Returns the product over these adapters, by one path at every site."""
         return TritonLowRank(
             self.arena,
@@ -68,6 +69,7 @@ class Adapters:
             max_list=self.count * aligned_rank(self.rank),
             dtype=DTYPE,
             paths=everywhere(path, self.shapes),
+            batch_invariant=batch_invariant,
         )
 
 
@@ -77,54 +79,48 @@ def everywhere(path: Path, shapes: Shapes) -> Paths:
     return Paths(Timing(*place, other, 1.0 if other is path else 2.0) for place in places for other in Path)
 
 
-def build_adapters(shapes: Shapes, *, count: int, rank: int, device: str, is_fp8: bool = False) -> Adapters:
-    """Returns random adapters; those in fp8 of random codes and factors, whose values nobody compares."""
+def build_adapters(
+    shapes: Shapes, *, count: int, rank: int, device: str, is_fp8: bool = False, has_epilogue: bool = False
+) -> Adapters:
+    """Returns random adapters of about the same sizes in either dtype; with an epilogue every third has gains and shifts."""
     table = Descriptors(count, shapes.num_layers, sum(len(site.slices) for site in shapes.sites), device=device)
-    at, align = 0, _ALIGN_BYTES if is_fp8 else _ALIGN_BYTES // DTYPE.itemsize
+    item_bytes = 1 if is_fp8 else DTYPE.itemsize
+    end, factors, vectors = 0, [], []
+
+    def place(size: int) -> int:
+        nonlocal end
+        start, end = end, end + -(-size * item_bytes // _ALIGN_BYTES) * _ALIGN_BYTES // item_bytes
+        return start
+
     for slot in range(count):
         shape = table.rank.shape[1:]
-        offsets = np.zeros((2, *shape), dtype=np.int64)
+        offsets = np.full((4, *shape), ABSENT, dtype=np.int64)
         for layer in range(shapes.num_layers):
             for site in shapes.sites:
                 for index, (first, last) in zip(site.slices, site.columns, strict=True):
-                    at += factor_bytes(rank) if is_fp8 else 0
+                    if is_fp8:
+                        factors.append(place(factor_bytes(rank)))
                     for side, width in enumerate((site.in_features, last - first)):
-                        offsets[side, layer, index] = at
-                        at += -(-rank * width // align) * align
+                        offsets[side, layer, index] = place(rank * width)
+                    for kind in (2, 3) if has_epilogue and slot % 3 == 0 else ():
+                        offsets[kind, layer, index] = place((last - first) * 4 // item_bytes)
+                        vectors.append((int(offsets[kind, layer, index]), last - first))
         ranks, scales = np.full(shape, rank, np.int32), np.full(shape, 1.5, np.float32)
-        table.set(slot, Blocks(offsets[0], offsets[1], ranks, scales))
+        table.set(slot, Blocks(offsets[0], offsets[1], ranks, scales, offsets[2], offsets[3]))
     if is_fp8:
-        return Adapters(shapes, rank, torch.randint(0, 0x40, (at,), dtype=torch.uint8, device=device), table)
-    return Adapters(shapes, rank, torch.empty(at, dtype=DTYPE, device=device).normal_(std=0.02), table)
-
-
-def error_over_bound(
-    out: Tensor, y: Tensor, x: Tensor, *, adapters: Adapters, layer: int, site: Site, rows: RankRows, roundings_of_y: int = 0
-) -> float:
-    """Returns the largest error of `out` beside float64, over what the roundings of bfloat16 may make."""
-    table = adapters.descriptors
-    roundoff = _ROUNDOFF if y.is_cuda else 2 * _ROUNDOFF  # the interpreter cuts off instead of rounding
-    expected, bound = y.double(), torch.zeros_like(y, dtype=torch.float64)
-    for slot in sorted({slot for slot in rows.row_slot.tolist() if slot >= 0}):
-        own = torch.from_numpy(np.flatnonzero(rows.row_slot == slot)).to(y.device)
-        for index, (first, last) in zip(site.slices, site.columns, strict=True):
-            rank = int(table.rank[slot, layer, index])
-            a, b = (
-                adapters.arena[start : start + rank * width].view(rank, width).double()
-                for start, width in (
-                    (int(table.a_offset[slot, layer, index]), site.in_features),
-                    (int(table.b_offset[slot, layer, index]), last - first),
-                )
-            )
-            h = float(table.scale[slot, layer, index]) * (x[own].double() @ a.t())
-            expected[own, first:last] += h @ b
-            bound[own, first:last] += _ROUNDINGS * roundoff * (h.abs() @ b.abs())
-    bound += roundoff * (expected.abs() + roundings_of_y * y.double().abs()) + 1e-9
-    return float(((out.double() - expected).abs() / bound).nan_to_num(torch.inf).max())
+        arena = torch.randint(0, 0x80, (end,), dtype=torch.uint8, device=device)
+        arena = (arena & 0x3F) | ((arena & 0x40) << 1)
+        starts = torch.tensor(factors, device=device)[:, None] // 4 + torch.arange(rank, device=device)
+        arena.view(torch.float32)[starts] = torch.rand(starts.shape, device=device) * 200 + 100
+    else:
+        arena = torch.empty(end, dtype=DTYPE, device=device).normal_(std=0.02)
+    for start, width in vectors:
+        vector_at(arena, start, width).uniform_(0.5, 1.5)
+    return Adapters(shapes, rank, arena, table)
 
 
 class BaseModel:
-    """The base products of a model, each with an input and an output of its own; attention and norms are left out."""
+    """The base products of a model, each with an input and an output of its own; norms are left out."""
 
     def __init__(self, shapes: Shapes, *, device: str) -> None:
         def random(*shape: int) -> Tensor:
@@ -137,11 +133,11 @@ class BaseModel:
         self._head = random(shapes.vocab, shapes.hidden)
         self._random = random
 
-    def step(self, form: Form, low_rank: TritonLowRank, *, num_rows: int) -> Step:
+    def step(self, form: Form, low_rank: TritonLowRank, *, num_rows: int, attend: Callable[[int], object] | None = None) -> Step:
         """Returns one step, ready to run or to be captured; with adapters by the path of `low_rank`."""
         x = {site.name: self._random(num_rows, site.in_features) for site in self._shapes.sites}
         y = {site.name: self._random(num_rows, site.columns[-1][1]) for site in self._shapes.sites}
-        return Step(form, low_rank, self._weights, self._head, x, y)
+        return Step(form, low_rank, self._weights, self._head, x, y, attend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +151,7 @@ class Step:
         head: [vocab, hidden].
         x: Input by site.
         y: Output by site.
+        attend: Runs the attention of a layer behind its first product; None leaves it out.
     """
 
     form: Form
@@ -163,6 +160,7 @@ class Step:
     head: Tensor
     x: dict[str, Tensor]
     y: dict[str, Tensor]
+    attend: Callable[[int], object] | None = None
 
     def __call__(self) -> None:
         """Runs the products, layer by layer."""
@@ -173,4 +171,6 @@ class Step:
                     self.low_rank.project_(y, x, weight, layer=layer, site=site)
                 else:
                     torch.mm(x, weight.t(), out=y)
+                if self.attend is not None and site == "qkv":
+                    self.attend(layer)
         torch.mm(self.x["qkv"], self.head.t())

@@ -30,7 +30,7 @@ from kernels.sites import Site
 
 _TRIAL_LAYERS = 8  # whose weights follow each other, so that none stays in a cache
 _log = logging.getLogger(__name__)
-_GRAPH_BYTES = 4 << 20  # of one captured step beside its tensors; a guess until a card says more
+_ASSUMED_GRAPH_BYTES = 4 << 20  # of one captured step beside its tensors; `graph_mib` of benchmarks.gpu_check measures it
 
 
 def device_forms(
@@ -108,7 +108,7 @@ def graph_bytes(config: EngineConfig, *, vocab_size: int, row_bytes: int, dtype:
         return 0
     buckets = row_buckets(config.max_sequences)
     num_graphs = len(buckets) * len(_variants(config))
-    return buckets[-1] * (row_bytes + 2 * vocab_size * dtype.itemsize) + num_graphs * _GRAPH_BYTES
+    return buckets[-1] * (row_bytes + 2 * vocab_size * dtype.itemsize) + num_graphs * _ASSUMED_GRAPH_BYTES
 
 
 def _variants(config: EngineConfig) -> tuple[Variant, ...]:

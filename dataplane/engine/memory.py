@@ -21,9 +21,8 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 _MIB = 1 << 20
-_LIBRARY_BYTES = (
-    256 << 20
-)  # workspaces of the device's libraries and what its allocator rounds up; a guess until a card says more
+# Workspaces of the device's libraries and what its allocator rounds up; `libraries_mib` of benchmarks.gpu_check measures it.
+_ASSUMED_LIBRARY_BYTES = 256 << 20
 
 
 class DoesNotFitError(FailedPreconditionError):
@@ -111,7 +110,7 @@ def _graph_bytes(config: EngineConfig, model: Architecture, *, row_bytes: int, d
         return 0
     from dataplane.engine.device_forms import graph_bytes
 
-    return _LIBRARY_BYTES + graph_bytes(config, vocab_size=model.vocab_size, row_bytes=row_bytes, dtype=dtype)
+    return _ASSUMED_LIBRARY_BYTES + graph_bytes(config, vocab_size=model.vocab_size, row_bytes=row_bytes, dtype=dtype)
 
 
 def _form_bytes(config: EngineConfig, model: Architecture, *, page_bytes: int, max_context: int, dtype: torch.dtype) -> int:

@@ -12,7 +12,8 @@ import torch
 
 from benchmarks import gpu_parts
 from benchmarks.gpu_check import NO_DEVICE, PARTS, Figure, Outcome, Part, check, lines, run_part
-from benchmarks.gpu_world import BaseModel, build_adapters, error_over_bound
+from benchmarks.gpu_correct import correct, error_over_bound
+from benchmarks.gpu_world import BaseModel, build_adapters
 from benchmarks.roofline import LLAMA_7B, Shapes, floor_ratio
 from kernels.gpu.paths import Path
 from tests.test_layers import DEVICE_LIBRARIES, DEVICE_PACKAGES, import_watched
@@ -86,15 +87,18 @@ def test_the_floors_are_those_of_the_bytes():
 
 
 def test_the_comparison_runs_in_the_interpreter():
-    figures = {figure.id: figure.value for figure in gpu_parts.correct(shapes=TINY, device="cpu", repeats=2, most_rows=16)}
-    assert 0 < figures["error_over_bound"] <= 1
-    assert figures["different_of_2_repeats"] == 0
-    assert figures["rows_changed_by_neighbours"] == 0
+    tiny = {"shapes": TINY, "device": "cpu", "count": 2, "row_counts": (1, 16), "paths": (Path.FIRST, Path.EXTENSION)}
+    found = {figure.id: figure.value for figure in correct(**tiny, repeats=1)}
+    for prefix in ("", "fp8_"):
+        assert 0 < found.pop(f"{prefix}error_over_bound") <= 1
+    others = ("different_of_2_repeats", "rows_changed_by_neighbours", "rows_changed_by_row_count")
+    assert found == {f"{prefix}{name}": 0 for prefix in ("", "fp8_") for name in others}
 
 
-def test_the_comparison_sees_an_error():
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_the_comparison_sees_an_error(is_fp8):
     torch.manual_seed(0)
-    adapters = build_adapters(TINY, count=2, rank=8, device="cpu")
+    adapters = build_adapters(TINY, count=2, rank=8, device="cpu", is_fp8=is_fp8, has_epilogue=True)
     rows, site = adapters.rows(4), TINY.sites[1]
     x, y = torch.randn(4, 64).bfloat16(), torch.randn(4, 64).bfloat16()
     low_rank = adapters.low_rank(max_rows=4)
@@ -103,7 +107,9 @@ def test_the_comparison_sees_an_error():
     low_rank.add_(out, x, layer=0, site="o")
     judged = {"adapters": adapters, "layer": 0, "site": site, "rows": rows}
     assert error_over_bound(out, y, x, **judged) <= 1
-    assert error_over_bound(y, y, x, **judged) > 1
+    plain = torch.from_numpy(rows.row_slot == 1)[:, None]  # its adapter has neither a gain nor a shift
+    assert error_over_bound(torch.where(plain, y, out), y, x, **judged) > 1
+    assert error_over_bound(torch.where(plain, out, y), y, x, **judged) > 1
     out[2, 3] = torch.nan
     assert error_over_bound(out, y, x, **judged) > 1
 
@@ -125,7 +131,8 @@ def test_a_step_by_every_path_gives_what_the_plain_one_gives(path):
         torch.testing.assert_close(mixed.y[site], expected, rtol=2**-6, atol=2**-8)
 
 
-def test_mixes_are_measured_by_their_paths_beside_the_floor_of_their_bytes():
+@pytest.mark.parametrize("context", [0, 20])
+def test_mixes_are_measured_by_their_paths_beside_the_floor_of_their_bytes(context):
     steps = []
 
     def time_ms(step):
@@ -133,24 +140,31 @@ def test_mixes_are_measured_by_their_paths_beside_the_floor_of_their_bytes():
         step()
         return 2.0 if step.form == "base" else 3.0
 
-    mixes = (gpu_parts.Mix(2, 8), gpu_parts.Mix(2, 8, is_fp8=True))
     found = gpu_parts._mixes(
         BaseModel(TINY, device="cpu"),
-        mixes,
+        (gpu_parts.Mix(2, 8), gpu_parts.Mix(2, 8, is_fp8=True)),
         num_rows=4,
         paths=(Path.BESIDE, Path.EXTENSION),
+        context=context,
         shapes=TINY,
         device="cpu",
         time_ms=time_ms,
+        bandwidth=lambda: 1e9,
     )
-    base, *ratios = found
-    assert (base.id, base.value) == ("base_4_rows_ms", 2.0)
+    base, of_bandwidth, *rest = found
+    at = f"4_rows_context_{context}" if context else "4_rows"
+    assert (base.id, base.value) == (f"base_{at}_ms", 2.0)
+    assert of_bandwidth.value == pytest.approx((TINY.base_bytes + 4 * context * TINY.kv_token_bytes) / 2e-3 / 1e9)
     assert steps == ["base", "base"] + 4 * ["adapters"]
-    assert [figure.id for figure in ratios] == [
-        f"2_adapters_rank_8{suffix}_4_rows_{path}" for suffix in ("", "_fp8") for path in ("beside", "extension")
-    ]
+    ratios, added = rest[::2], rest[1::2]
+    names = [f"2_adapters_rank_8{suffix}_{at}_{path}" for suffix in ("", "_fp8") for path in ("beside", "extension")]
+    assert [figure.id for figure in ratios] == names
+    assert [figure.id for figure in added] == [f"{name}_added_over_bytes" for name in names]
     assert {figure.value for figure in ratios} == {1.5}
+    assert ratios[0].floor == pytest.approx(floor_ratio(TINY, num_adapters=2, rank=8, num_rows=4, context=context))
     assert ratios[2].floor - 1 == pytest.approx((ratios[0].floor - 1) / 2)
+    assert added[0].value == pytest.approx(1e-3 * 1e9 / (2 * 8 * TINY.rank_row_bytes))
+    assert added[2].value == pytest.approx(2 * added[0].value)
 
 
 def test_our_base_product_is_measured_with_an_empty_list():

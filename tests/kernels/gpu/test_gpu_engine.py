@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import dataplane.engine.device_forms
-from benchmarks.gpu_engine import Marks, arena_copies, engine, fields_of, random_decoder
+from benchmarks.gpu_engine import Marks, Memory, engine, fields_of, random_decoder
+from benchmarks.gpu_load import arena_copies
 from benchmarks.roofline import Shapes, floor_ratio
 from dataplane.model.config import parse_config
 from dataplane.model.decoder import weight_bytes
@@ -64,6 +65,22 @@ def test_random_weights_have_the_sizes_of_a_folders():
     model = random_decoder(None, form, max_context=32, dtype=torch.float32, device=torch.device("cpu"), pieces=Pieces())
     norms = (2 * form.num_layers + 1) * form.hidden
     assert 4 * (sum(packed) + model.embedding.numel() + norms) == weight_bytes(form, torch.float32)
+
+
+def test_memory_beside_tensors_is_that_of_captured_steps_and_of_libraries():
+    mib, free, reserved = 1 << 20, [1000], [0]
+
+    def add(name, *, graph, tensors, library=0):
+        free[0] -= graph + tensors + library
+        reserved[0] += tensors
+
+    memory = Memory(lambda: free[0] * mib, lambda: reserved[0] * mib)
+    add("weights", graph=0, tensors=500, library=0)
+    counted = memory.counted(add)
+    counted("first", graph=3, tensors=7, library=40)
+    for name in ("second", "third"):
+        counted(name, graph=3, tensors=0)
+    assert {figure.id: figure.value for figure in memory.figures()} == {"graph_mib": 3, "libraries_mib": 40}
 
 
 def test_marks_on_the_cpu_are_moments_of_the_clock():
