@@ -10,10 +10,9 @@ import torch
 from kernels.descriptors import Descriptors
 from kernels.epilogue import rows_with_epilogue
 from kernels.native import Native
+from kernels.native_sites import Slices
 from kernels.rows import RankRows
 from kernels.sites import Site
-
-_MAX_SLICES = 4
 
 
 class EpilogueSite(ctypes.Structure):
@@ -30,10 +29,7 @@ class EpilogueSite(ctypes.Structure):
         ("num_slices", ctypes.c_int64),
         ("item_bytes", ctypes.c_int64),
         ("threads", ctypes.c_int64),
-        ("count", ctypes.c_int64),
-        ("slice", ctypes.c_int64 * _MAX_SLICES),
-        ("first", ctypes.c_int64 * _MAX_SLICES),
-        ("last", ctypes.c_int64 * _MAX_SLICES),
+        ("slices", Slices),
     )
 
 
@@ -47,10 +43,10 @@ class NativeEpilogue:
         arena: 1-D, of the model's dtype, on the CPU.
         descriptors: Where the vectors lie in it.
         native: The library.
-        sites: The fused projections, of at most four slices.
+        sites: The fused projections.
 
     Raises:
-        NativeFormError: The library does not compute in the arena's dtype.
+        NativeFormError: The library does not compute in the arena's dtype, or a site has more than four slices.
     """
 
     def __init__(self, arena: torch.Tensor, descriptors: Descriptors, *, native: Native, sites: tuple[Site, ...]) -> None:
@@ -63,10 +59,7 @@ class NativeEpilogue:
                 num_layers=num_layers,
                 num_slices=num_slices,
                 item_bytes=arena.element_size(),
-                count=len(site.slices),
-                slice=(ctypes.c_int64 * _MAX_SLICES)(*site.slices),
-                first=(ctypes.c_int64 * _MAX_SLICES)(*(first for first, _ in site.columns)),
-                last=(ctypes.c_int64 * _MAX_SLICES)(*(last for _, last in site.columns)),
+                slices=Slices.of(site),
             )
             for site in sites
         }

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from kernels.descriptors import Descriptors
-from kernels.native import Native, NativeFormError
+from kernels.native import Native
 from kernels.native_epilogue import NativeEpilogue
+from kernels.native_sites import Slices
 from kernels.rows import RankRows, aligned_rank
 from kernels.sites import Site
 
-_MAX_SLICES = 4
 _BLOCK_ROWS = 16
 
 
@@ -35,10 +35,7 @@ class LowRankSite(ctypes.Structure):
         ("num_slices", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
         ("threads", ctypes.c_int64),
-        ("count", ctypes.c_int64),
-        ("slice", ctypes.c_int64 * _MAX_SLICES),
-        ("first", ctypes.c_int64 * _MAX_SLICES),
-        ("last", ctypes.c_int64 * _MAX_SLICES),
+        ("slices", Slices),
     )
 
 
@@ -66,14 +63,12 @@ class NativeLowRank:
         max_rows: Most rows of a step.
 
     Raises:
-        NativeFormError: The library does not compute in the arena's dtype.
+        NativeFormError: The library does not compute in the arena's dtype, or a site has more than four slices.
     """
 
     def __init__(
         self, arena: torch.Tensor, descriptors: Descriptors, *, native: Native, sites: tuple[Site, ...], max_rows: int
     ) -> None:
-        if any(len(site.slices) > _MAX_SLICES for site in sites):
-            raise NativeFormError(f"a site fuses more than {_MAX_SLICES} projections")
         self._function = native.function("low_rank", arena.dtype)
         self._arena, self._descriptors = arena, descriptors
         self._max_rows = max_rows
@@ -86,10 +81,7 @@ class NativeLowRank:
                 num_layers=num_layers,
                 num_slices=num_slices,
                 in_features=site.in_features,
-                count=len(site.slices),
-                slice=(ctypes.c_int64 * _MAX_SLICES)(*site.slices),
-                first=(ctypes.c_int64 * _MAX_SLICES)(*(first for first, _ in site.columns)),
-                last=(ctypes.c_int64 * _MAX_SLICES)(*(last for _, last in site.columns)),
+                slices=Slices.of(site),
             )
             for site in sites
         }
