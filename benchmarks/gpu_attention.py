@@ -18,6 +18,7 @@ from kernels.attention_reference import attend, read_tokens
 from kernels.gpu.attention import Heads, PagedAttention
 from kernels.gpu.attention_items import AttentionRows, ChunkRows
 from kernels.gpu.device import probe
+from kernels.gpu.library_attention import NoLibraryError, find_library
 
 CONTEXTS = (256, 1024)
 _DEVICE = "cuda"
@@ -173,15 +174,25 @@ def decode_times(*, num_rows: int = 64, num_layers: int = 4) -> Iterator[Figure]
 
 
 def prefill_times(*, num_rows: int = 2048) -> Iterator[Figure]:
-    """A layer's attention over one chunk, without and with a context, over the library's without."""
+    """A layer's attention over one chunk, without and with a context, over PyTorch's without, and a library in our place."""
     heads = LLAMA_7B_HEADS
     q, k, v = torch.empty(3, 1, heads.num_heads, num_rows, heads.head_dim, dtype=DTYPE, device=_DEVICE).normal_()
-    library = median_ms(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    yield Figure(f"prefill_{num_rows}_library_us", library * 1e3, "us")
+    plain = median_ms(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    yield Figure(f"prefill_{num_rows}_torch_us", plain * 1e3, "us")
     for context in (0, num_rows):
         taken = _layers_ms(World(heads, [Part(context, num_rows)], device=_DEVICE), 1)
         yield Figure(f"prefill_{num_rows}_after_{context}_us", taken * 1e3, "us")
-        yield Figure(f"prefill_{num_rows}_after_{context}_of_library", taken / library, "ratio")
+        yield Figure(f"prefill_{num_rows}_after_{context}_of_torch", taken / plain, "ratio")
+    try:
+        library = find_library(dtype=DTYPE, scale=heads.scale, group=heads.num_heads // heads.num_kv_heads, softcap=None)
+    except NoLibraryError as error:
+        yield Figure("prefill_library", f"none: {error}")
+        return
+    yield Figure("prefill_library", library.name)
+    world = World(heads, [Part(0, num_rows)], device=_DEVICE)
+    world.attention.use(library)
+    world.attention.begin_step(world.step)
+    yield Figure(f"prefill_{num_rows}_library_of_torch", _layers_ms(world, 1) / plain, "ratio")
 
 
 def _layers_ms(world: World, num_layers: int) -> float:

@@ -24,7 +24,6 @@ from kernels.descriptors import Descriptors
 from kernels.gpu.device import Gpu
 from kernels.gpu.low_rank import TritonLowRank, Variant
 from kernels.gpu.paths import Paths
-from kernels.gpu.tiles import TILES
 from kernels.gpu.trial import Trial, device_clock
 from kernels.sites import Site
 
@@ -57,8 +56,10 @@ def device_forms(
     def fit(decoder: Decoder) -> Decoder:
         stack = decoder.stack
         assert isinstance(stack, PieceStack), "Triton's pieces have no stack of their own"
+        if not gpu.is_interpreted:
+            attention.try_library(device_clock)
         if config.arena_bytes and not gpu.is_interpreted:
-            paths = _measured(stack, sites, gpu=gpu, most=config.max_sequences)
+            paths = _measured(stack, sites, gpu=gpu, most_rows=config.max_step_tokens)
             _log.info("paths around base products", extra={"paths": str(paths)})
             low_rank.use(paths)
         return replace(decoder, stack=ProjectedStack(stack.form, stack.layers, stack.rotaries, stack.pieces))
@@ -66,8 +67,8 @@ def device_forms(
     return Forms(f"triton, {gpu.name}", attention, low_rank, TritonPieces(), captures, fit)
 
 
-def _measured(stack: PieceStack, sites: tuple[Site, ...], *, gpu: Gpu, most: int) -> Paths:
-    """Takes the times of every path at every site, with the model's own weights, for the buckets that decode steps reach."""
+def _measured(stack: PieceStack, sites: tuple[Site, ...], *, gpu: Gpu, most_rows: int) -> Paths:
+    """Takes the times of every path at every site, with the model's own weights, for the buckets that steps reach."""
     weights = {
         site.name: [
             linear.weight
@@ -76,8 +77,7 @@ def _measured(stack: PieceStack, sites: tuple[Site, ...], *, gpu: Gpu, most: int
         ]
         for site in sites
     }
-    buckets = [tiles.max_rows for i, tiles in enumerate(TILES[:-1]) if i == 0 or TILES[i - 1].max_rows < most]
-    return Trial(sites, weights, gpu=gpu, clock=device_clock).paths(buckets)
+    return Trial(sites, weights, gpu=gpu, clock=device_clock).paths(most_rows)
 
 
 def capture_on(gpu: Gpu, device: torch.device) -> Capture | None:

@@ -10,7 +10,9 @@ from dataplane.model.attention import PagedKv
 from dataplane.model.batch import Batch
 from kernels.gpu.attention import Heads, PagedAttention
 from kernels.gpu.attention_items import AttentionRows, ChunkRows
+from kernels.gpu.attention_trial import choose_library
 from kernels.gpu.device import Gpu
+from kernels.gpu.trial import Clock
 
 
 class TritonAttention:
@@ -46,6 +48,7 @@ class TritonAttention:
         heads = Heads(
             config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale, softcap=config.attention_softcap
         )
+        self._heads, self._kv, self._gpu = heads, kv, gpu
         self._paged = PagedAttention(
             kv.data,
             heads,
@@ -61,6 +64,13 @@ class TritonAttention:
     def scratch_bytes(self) -> int:
         """Memory on the device beside the cache; known without any where the cache is on the device `meta`."""
         return self._paged.scratch_bytes
+
+    def try_library(self, clock: Clock) -> None:
+        """Lets a library attend to chunks without a context if one is right and faster; before anything is served."""
+        cache = self._kv.data
+        library = choose_library(self._heads, gpu=self._gpu, dtype=cache.dtype, device=cache.device, clock=clock)
+        if library is not None:
+            self._paged.use(library)
 
     def begin_step(self, batch: Batch) -> None:
         """Lists the step's work on the host and sends it to the device."""

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention_items import AttentionRows, build_attention_items
+from kernels.gpu.attention_items import AttentionRows, Prompts, build_attention_items, without_prompts
 from kernels.gpu.attention_metadata import AttentionMetadata
 from kernels.gpu.attention_tiles import MAX_HEAD_DIM, MAX_SPLITS, PAGE_SIZES, AttentionTiles, attention_tiles_for
 from kernels.gpu.decode_attention import decode_attention
 from kernels.gpu.device import Gpu
 from kernels.gpu.kv_append import kv_append
+from kernels.gpu.library_attention import Library
 from kernels.gpu.prefill_attention import prefill_attention
 from veneer.errors import FailedPreconditionError
 
@@ -49,7 +50,8 @@ class PagedAttention:
     """Appends a step's keys and values to their pages and attends over them.
 
     A row that decodes gets bits that depend on its own sequence alone, and so does a row of a chunk, however the chunk was cut;
-    the two differ. Under `batch_invariant` rows that decode are computed as chunks of one row, and none differ.
+    the two differ. Under `batch_invariant` rows that decode are computed as chunks of one row, and none differ. Once a library
+    attends to chunks without a context (`use`), a row of one gets other bits there than behind a cut.
 
     Every launch has a grid and arguments that do not depend on the step, given the rows of `qk` and whether there are rows that
     decode and chunks: a captured graph serves any step of as many rows or fewer, once `begin_step` has sent the step's metadata.
@@ -121,6 +123,8 @@ class PagedAttention:
         self._block_g = block_g
         self._programs = tiles.waves * gpu.num_multiprocessors
         self._num_items = self._num_tiles = 0
+        self._library: Library | None = None
+        self._prompts: list[Prompts] = []
 
     @property
     def scratch_bytes(self) -> int:
@@ -128,14 +132,21 @@ class PagedAttention:
         scratch = (self._parts, self._best, self._totals, self._arrived)
         return self._metadata.size_bytes + sum(each.numel() * each.element_size() for each in scratch)
 
+    def use(self, library: Library) -> None:
+        """Lets a library attend to chunks without a context from now on; not under `batch_invariant`."""
+        assert not self._batch_invariant, "a library gives a prompt other bits than the kernels its continuation"
+        self._library = library
+
     def begin_step(self, step: AttentionRows) -> None:
         """Sends the step's metadata to the device; call it once before the step's first layer."""
         assert step.kv_rows.size <= self._max_rows, f"{step.kv_rows.size} rows of {self._max_rows}"
         if self._batch_invariant:
             step = step.as_chunks()
+        if self._library is not None:
+            step, self._prompts = without_prompts(step)
         items = build_attention_items(step, least_split=self._tiles.split_tokens, tile_rows=self._tile_rows)
         self._num_items, self._num_tiles = items.items.size, len(items.tiles)
-        self._metadata.fill(step.kv_rows, items)
+        self._metadata.fill(step.kv_rows, items, self._prompts)
 
     def __call__(self, qk: Tensor, v: Tensor, *, layer: int, window: int | None) -> Tensor:
         """Appends and attends at one layer.
@@ -172,7 +183,18 @@ class PagedAttention:
                 BLOCK_M=tiles.prefill_m, BLOCK_N=tiles.prefill_n,
                 **self._attends, **tiles.prefill.options(),
             )  # fmt: skip
+        if self._library is not None:
+            self._attend_to_prompts(self._library, out, qk, v, window=window)
         return out
+
+    def _attend_to_prompts(self, library: Library, out: Tensor, qk: Tensor, v: Tensor, *, window: int | None) -> None:
+        end, num_heads = 0, self._heads.num_heads
+        for prompts in self._prompts:
+            first, end = end, end + len(prompts.starts)
+            rows = slice(prompts.first_row, prompts.first_row + prompts.starts[-1])
+            q, k = qk[rows, :num_heads], qk[rows, num_heads:]
+            starts, longest = self._metadata.starts[first:end], max(prompts.counts)
+            out[rows] = library(q, k, v[rows], starts=starts, longest=longest, window=window).flatten(1)
 
     def _new_output(self, num_rows: int) -> Tensor:
         width = self._heads.num_heads * self._heads.head_dim

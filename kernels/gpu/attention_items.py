@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,24 @@ class AttentionRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompts:
+    """Chunks without a context whose rows follow each other in the batch.
+
+    Attributes:
+        first_row: Row of the batch at which they start.
+        counts: Rows of each.
+    """
+
+    first_row: int
+    counts: list[int]
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each starts, from the first row, and where the last ends."""
+        return list(itertools.accumulate(self.counts, initial=0))
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionItems:
     """The lists; indices are as the kernels read them.
 
@@ -74,6 +93,17 @@ class AttentionItems:
     items: Int32
     tiles: Int32
     pages: Integers
+
+
+def without_prompts(step: AttentionRows) -> tuple[AttentionRows, list[Prompts]]:
+    """Returns a step without its chunks that have no context, and these; which they are follows from each chunk alone."""
+    prompts: list[Prompts] = []
+    for chunk in (chunk for chunk in step.chunks if chunk.context == 0):
+        if prompts and prompts[-1].first_row + prompts[-1].starts[-1] == chunk.first_row:
+            prompts[-1].counts.append(chunk.num_rows)
+        else:
+            prompts.append(Prompts(chunk.first_row, [chunk.num_rows]))
+    return replace(step, chunks=[chunk for chunk in step.chunks if chunk.context]), prompts
 
 
 def split_tokens(lengths: Integers, least: int) -> Integers:

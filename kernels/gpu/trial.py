@@ -25,7 +25,7 @@ Clock = Callable[[Callable[[], None]], float]
 
 
 class Trial:
-    """A step of every site by every path: 8 adapters of rank 16, their rows mixed, over as many layers as weights are given.
+    """A step of every site by every path: 8 adapters of rank 16, over as many layers as weights are given.
 
     Weights of several layers follow each other, so that none stays in the cache from one run to the next. The trial's adapters
     have an arena of their own, which goes with it.
@@ -61,9 +61,14 @@ class Trial:
         for slot, one in enumerate(blocks):
             self._descriptors.set(slot, one)
 
-    def paths(self, buckets: Sequence[int]) -> Paths:
-        """Measures every site at the most rows of every bucket, and chooses."""
-        return measure([site.name for site in self._sites], buckets, time_us=self.time_us)
+    def paths(self, most_rows: int) -> Paths:
+        """Measures every site in every bucket that steps of up to so many rows reach, at the most rows there, and chooses."""
+        buckets = [tiles.max_rows for i, tiles in enumerate(self._table) if i == 0 or self._table[i - 1].max_rows < most_rows]
+        return measure(
+            [site.name for site in self._sites],
+            buckets,
+            time_us=lambda site, bucket, path: self.time_us(site, min(bucket, most_rows), path),
+        )
 
     def time_us(self, name: str, num_rows: int, path: Path) -> float:
         """Returns the microseconds of one site, base product and adapters, by one path."""
@@ -78,7 +83,7 @@ class Trial:
             table=self._table,
             paths=Paths(Timing(name, tiles.max_rows, one, float(one is not path)) for tiles in self._table for one in Path),
         )
-        row_slot = np.arange(num_rows, dtype=np.int32) % self._num_adapters
+        row_slot = (np.arange(num_rows) * self._num_adapters // num_rows).astype(np.int32)  # in their order, as the plan has them
         low_rank.begin_step(build_rank_rows(row_slot, self._descriptors.largest_rank), variant=Variant.LOW_RANK)
         x = torch.zeros(num_rows, site.in_features, dtype=self._arena.dtype, device=self._arena.device)
         y = torch.empty(num_rows, site.columns[-1][1], dtype=self._arena.dtype, device=self._arena.device)

@@ -97,7 +97,7 @@ def test_at_start_every_path_is_tried_with_the_models_own_weights(world, monkeyp
         return next(times)
 
     monkeypatch.setattr(dataplane.engine.device_forms, "device_clock", clock)
-    paths = dataplane.engine.device_forms._measured(runner._model.stack, model_sites(model), gpu=probe("cpu"), most=17)
+    paths = dataplane.engine.device_forms._measured(runner._model.stack, model_sites(model), gpu=probe("cpu"), most_rows=17)
     fastest = list(Path)[3]
     assert {paths.path(site.name, rows) for site in model_sites(model) for rows in (16, 64)} == {fastest}
     assert paths.path("qkv", 128) is Path.AFTER

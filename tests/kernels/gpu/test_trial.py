@@ -5,6 +5,7 @@ import torch
 
 from kernels.gpu.device import probe
 from kernels.gpu.paths import Path
+from kernels.gpu.tiles import TILES
 from kernels.gpu.trial import Trial
 from tests.kernels.gpu.tape import Tape
 
@@ -31,7 +32,7 @@ def trial(gpu_sites, monkeypatch):
 
 def test_a_trial_runs_every_path_at_every_site_and_bucket_and_takes_the_fastest(trial):
     measured, tape = trial
-    paths = measured.paths([16, 64])
+    paths = measured.paths(64)
     assert [paths.path(site, 16) for site in ("qkv", "o", "gate_up", "down")] == [
         Path.EXTENSION,
         Path.EXTENSION,
@@ -48,3 +49,10 @@ def test_a_time_is_that_of_one_layer(trial):
     assert measured.time_us("o", 16, Path.AFTER) == 2
     assert tape.runs == [["shrink", "expand"] * LAYERS]
     assert measured.time_us("o", 16, Path.EXTENSION) == 1
+
+
+def test_the_bucket_of_long_steps_is_measured_at_the_most_rows_that_there_are(trial):
+    measured, tape = trial
+    paths = measured.paths(300)
+    assert paths.path("o", TILES[-1].max_rows) is Path.EXTENSION
+    assert tape.launches[-1].arguments[0].shape[0] == 300

@@ -132,3 +132,22 @@ def test_scratch_is_known_without_a_device() -> None:
         sizes.append(TritonAttention(PLAIN, kv, gpu=probe("cpu"), **limits).scratch_bytes)
     assert sizes[0] == sizes[1]
     assert 64 * 16 * 2 * 16 * 32 * 4 < sizes[0] < 20 << 20
+
+
+def test_a_library_that_was_chosen_attends_to_prompts(monkeypatch) -> None:
+    calls = []
+
+    def attend(q, k, v, *, starts, longest, window):
+        calls.append(starts.tolist())
+        return torch.full_like(q, 7.0)
+
+    monkeypatch.setattr("dataplane.model.triton_attention.choose_library", lambda *_, **__: attend)
+    kv = PagedKv(PLAIN, num_pages=9, page_size=16, dtype=torch.float32, device=CPU)
+    attention = TritonAttention(PLAIN, kv, gpu=probe("cpu"), max_rows=8, max_sequences=2, max_context=64)
+    attention.try_library(lambda _: 0.0)
+    attention.begin_step(batch_of(kv, [(20, 1), (0, 3)], [torch.tensor([3, 5]), torch.tensor([7])]))
+    fused = torch.randn(4, 10, 32)
+    out = attention(fused[:, :8], fused[:, 8:], layer=1)
+    assert calls == [[0, 3]]
+    assert bool((out[1:] == 7).all())
+    assert not bool((out[0] == 7).any())
