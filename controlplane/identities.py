@@ -8,13 +8,15 @@ from datetime import datetime
 from sqlalchemy import text
 
 from controlplane.db import Database, translated
+from controlplane.fallback import FallbackPolicy
 from controlplane.limits import TenantLimits
 from controlplane.vault import Vault
 from veneer.access import Identity, Kind
 
 _IDENTIFY = text("""
-    SELECT kind, id, tenant, roles, expire_time, fallback_allowed, weight, max_rank_rows, max_arena_bytes, max_host_bytes
-    FROM identify(:hash)
+    SELECT i.kind, i.id, i.tenant, i.roles, i.expire_time, i.fallback_allowed, i.weight, f.previous_allowed, f.default_fallback,
+           i.max_rank_rows, i.max_arena_bytes, i.max_host_bytes
+    FROM identify(:hash) i LEFT JOIN LATERAL fallback_of(i.tenant) f ON true
 """)
 
 
@@ -28,7 +30,7 @@ class Holder:
         tenant: Name of the tenant, for tenant keys.
         roles: Names of the key's roles, for tenant keys.
         expire_time: When the credential ends by itself; None: never.
-        fallback_allowed: For tenant keys: the base may answer in place of an adapter if the request allows it.
+        fallback: For tenant keys: what may answer when a version cannot be had in time.
         weight: For tenant keys: share of capacity relative to other tenants.
         limits: For tenant keys: what the tenant may use at most on one data plane.
     """
@@ -38,7 +40,7 @@ class Holder:
     tenant: str
     roles: frozenset[str]
     expire_time: datetime | None
-    fallback_allowed: bool
+    fallback: FallbackPolicy
     weight: int
     limits: TenantLimits
 
@@ -67,7 +69,9 @@ class Identities:
             tenant=row.tenant,
             roles=frozenset(row.roles),
             expire_time=row.expire_time,
-            fallback_allowed=row.fallback_allowed,
+            fallback=FallbackPolicy(
+                by_base=row.fallback_allowed, by_previous=bool(row.previous_allowed), default=row.default_fallback or "NONE"
+            ),
             weight=row.weight,
             limits=TenantLimits(
                 max_rank_rows=row.max_rank_rows, max_arena_bytes=row.max_arena_bytes, max_host_bytes=row.max_host_bytes

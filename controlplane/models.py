@@ -84,9 +84,18 @@ tenants = Table(
     Column("max_rank_rows", Integer, nullable=False, server_default="0"),
     Column("max_arena_bytes", BigInteger, nullable=False, server_default="0"),
     Column("max_host_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("previous_allowed", Boolean, nullable=False, server_default="true"),
+    Column("default_fallback", Text, nullable=False, server_default="NONE"),
     CheckConstraint("name ~ '^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$'", name="name"),
     CheckConstraint("weight BETWEEN 1 AND 1000", name="weight"),
     CheckConstraint("max_rank_rows >= 0 AND max_arena_bytes >= 0 AND max_host_bytes >= 0", name="limits"),
+    CheckConstraint("default_fallback IN ('NONE', 'NOT_READY', 'ANY', 'PREVIOUS', 'FAIL')", name="default_fallback"),
+    CheckConstraint("previous_allowed OR NOT fallback_allowed", name="previous_allowed"),
+    CheckConstraint(
+        "(fallback_allowed OR default_fallback NOT IN ('NOT_READY', 'ANY'))"
+        " AND (previous_allowed OR default_fallback <> 'PREVIOUS')",
+        name="default_allowed",
+    ),
 )
 
 keys = Table(

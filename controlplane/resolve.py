@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum
+from typing import Any
 
-from sqlalchemy import TextClause, text
+from sqlalchemy import Row, TextClause, text
 
 from controlplane.catalog import QUARANTINED, READY, RETIRED, STABLE
 from controlplane.db import Database, Scope
+from controlplane.fallback import FallbackPolicy
 from controlplane.identities import Holder, Identities
 from controlplane.limits import TenantLimits
 from controlplane.vault import Vault
@@ -53,7 +55,7 @@ class Caller:
     tenant: str
     key_id: str
     roles: tuple[str, ...]
-    fallback_allowed: bool
+    fallback: FallbackPolicy
     weight: int
     limits: TenantLimits
     cache_salt: bytes
@@ -63,7 +65,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servable:
-    """A version that a node may serve to the caller, with its share."""
+    """A version that a node may serve to the caller, with its share, and the one before it, if that may be served too."""
 
     digest: str
     number: int
@@ -72,6 +74,7 @@ class Servable:
     size_bytes: int
     state: str
     invocation_tokens: tuple[int, ...] = ()
+    previous: Servable | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,16 +99,32 @@ class Resolved:
 
 _BY_ALIAS = text("""
     SELECT a.generation, b.weight, v.digest, v.number, v.max_rank, v.config_bytes + v.weights_bytes AS size_bytes, v.state,
-           v.base_digest, v.report -> 'invocation_tokens' AS invocation_tokens
+           v.base_digest, v.report -> 'invocation_tokens' AS invocation_tokens, before.*
     FROM aliases a
     JOIN arms b ON b.tenant = a.tenant AND b.adapter = a.adapter AND b.alias = a.name AND b.generation = a.generation
     JOIN versions v ON v.tenant = b.tenant AND v.digest = b.version
+    LEFT JOIN LATERAL (
+        SELECT w.digest AS before_digest, w.number AS before_number, w.max_rank AS before_max_rank,
+               w.config_bytes + w.weights_bytes AS before_size_bytes,
+               w.report -> 'invocation_tokens' AS before_invocation_tokens
+        FROM arms p JOIN versions w ON w.tenant = p.tenant AND w.digest = p.version
+        WHERE p.tenant = b.tenant AND p.adapter = b.adapter AND p.alias = b.alias AND w.state = 'READY'
+          AND w.base_digest = :base
+          AND p.generation < (SELECT min(f.generation) FROM arms f WHERE f.tenant = b.tenant AND f.adapter = b.adapter
+                              AND f.alias = b.alias AND f.version = b.version)
+          AND NOT EXISTS (SELECT FROM arms o WHERE o.tenant = p.tenant AND o.adapter = p.adapter AND o.alias = p.alias
+                          AND o.generation = p.generation AND o.position <> p.position)
+        ORDER BY p.generation DESC LIMIT 1
+    ) before ON true
     WHERE a.tenant = :owner AND a.adapter = :adapter AND a.name = :wanted
     ORDER BY b.position
 """)
+"""The arms of an alias, each with the version before it: of those still ready, the one to which all traffic last went before the
+alias first served the arm's. So what a rollback left is never taken for an earlier version of what came after it.
+"""
 _BY_VERSION = text("""
     SELECT 0 AS generation, 1 AS weight, digest, number, max_rank, config_bytes + weights_bytes AS size_bytes, state, base_digest,
-           report -> 'invocation_tokens' AS invocation_tokens
+           report -> 'invocation_tokens' AS invocation_tokens, NULL AS before_digest
     FROM versions WHERE tenant = :owner AND adapter = :adapter AND digest = :wanted
 """)
 
@@ -142,6 +161,8 @@ class Resolver:
         owner, alias = reference.owner or tenant, "" if reference.version else reference.alias or STABLE
         query: TextClause = _BY_VERSION if reference.version else _BY_ALIAS
         parameters = {"owner": owner, "adapter": reference.adapter, "wanted": reference.version or alias}
+        if not reference.version:
+            parameters["base"] = base_digest
         async with self._database.transaction(Scope.of_caller(tenant)) as connection:
             rows = (await connection.execute(query, parameters)).all()
         if not rows:
@@ -159,6 +180,7 @@ class Resolver:
                 size_bytes=row.size_bytes,
                 state=row.state,
                 invocation_tokens=tuple(row.invocation_tokens or ()),  # the reports of older versions do not have the field
+                previous=_previous(row),
             )
             for row in rows
         )
@@ -172,10 +194,24 @@ class Resolver:
             tenant=holder.tenant,
             key_id=holder.id,
             roles=tuple(sorted(holder.roles)),
-            fallback_allowed=holder.fallback_allowed,
+            fallback=holder.fallback,
             weight=holder.weight,
             limits=holder.limits,
             cache_salt=self._vault.cache_salt(holder.tenant),
             expire_time=holder.expire_time,
             max_priority=max((_MAX_PRIORITY[role] for role in holder.roles), default=0),
         )
+
+
+def _previous(row: Row[Any]) -> Servable | None:
+    if row.before_digest is None:
+        return None
+    return Servable(
+        digest=row.before_digest,
+        number=row.before_number,
+        weight=1,
+        max_rank=row.before_max_rank,
+        size_bytes=row.before_size_bytes,
+        state=READY,
+        invocation_tokens=tuple(row.before_invocation_tokens or ()),
+    )

@@ -23,6 +23,7 @@ RULES: Rules = {
             "CreateTenant": _OPERATOR,
             "ListTenants": _OPERATOR,
             "SetTenantLimits": _OPERATOR,
+            "SetFallback": _KEYS,
             "CreateKey": _KEYS,
             "ListKeys": _KEYS,
             "RevokeKey": _KEYS,

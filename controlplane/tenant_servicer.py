@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from controlplane.grants import Sharing
 from controlplane.tenants import Tenants
-from controlplane.wire import grant_message, key_message, limits_of, role_name, tenant_message
+from controlplane.wire import fallback_policy, grant_message, key_message, limits_of, role_name, tenant_message
 from veneer.access import current_identity
 from veneer.controlplane.v1 import tenants_pb2, tenants_pb2_grpc
 from veneer.errors import InvalidArgumentError, NotFoundError, Violation
@@ -29,10 +29,9 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
     async def CreateTenant(self, request: tenants_pb2.CreateTenantRequest, context: _Context) -> tenants_pb2.CreateTenantResponse:
         """See the API."""
         wanted = request.tenant
-        allowed = wanted.fallback != tenants_pb2.FALLBACK_POLICY_FORBIDDEN
-        tenant = await self._tenants.create(
-            wanted.name, fallback_allowed=allowed, weight=wanted.weight or 1, limits=limits_of(wanted.limits)
-        )
+        fallback = fallback_policy(wanted.fallback, wanted.default_fallback)
+        limits = limits_of(wanted.limits)
+        tenant = await self._tenants.create(wanted.name, fallback=fallback, weight=wanted.weight or 1, limits=limits)
         return tenants_pb2.CreateTenantResponse(tenant=tenant_message(tenant))
 
     async def ListTenants(self, request: tenants_pb2.ListTenantsRequest, context: _Context) -> tenants_pb2.ListTenantsResponse:
@@ -46,6 +45,12 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
         """See the API."""
         tenant = await self._tenants.set_limits(request.tenant, limits_of(request.limits))
         return tenants_pb2.SetTenantLimitsResponse(tenant=tenant_message(tenant))
+
+    async def SetFallback(self, request: tenants_pb2.SetFallbackRequest, context: _Context) -> tenants_pb2.SetFallbackResponse:
+        """See the API."""
+        fallback = fallback_policy(request.fallback, request.default_fallback)
+        tenant = await self._tenants.set_fallback(_tenant_of(request.tenant), fallback)
+        return tenants_pb2.SetFallbackResponse(tenant=tenant_message(tenant))
 
     async def CreateKey(self, request: tenants_pb2.CreateKeyRequest, context: _Context) -> tenants_pb2.CreateKeyResponse:
         """See the API."""

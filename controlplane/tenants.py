@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from controlplane import models
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import OPERATOR, Database, Scope
+from controlplane.fallback import FallbackPolicy
 from controlplane.limits import TenantLimits
 from controlplane.paging import page_limit, page_start, page_token
 from controlplane.vault import Vault, new_secret, secret_digest
@@ -29,14 +30,14 @@ class Tenant:
 
     Attributes:
         name: Unique, never changed.
-        fallback_allowed: False: the base never answers in place of an adapter.
+        fallback: What may answer when a version cannot be had in time.
         weight: Share of capacity relative to other tenants; 1 to 1000.
         create_time: When it was created.
         limits: What it may use at most on one data plane.
     """
 
     name: str
-    fallback_allowed: bool
+    fallback: FallbackPolicy
     weight: int
     create_time: datetime
     limits: TenantLimits
@@ -64,7 +65,8 @@ class NewKey:
 
 
 _LIMITS = tuple(field.name for field in dataclasses.fields(TenantLimits))
-_TENANT = tuple(models.tenants.c[name] for name in ("name", "fallback_allowed", "weight", "create_time", *_LIMITS))
+_FALLBACK = ("fallback_allowed", "previous_allowed", "default_fallback")
+_TENANT = tuple(models.tenants.c[name] for name in ("name", *_FALLBACK, "weight", "create_time", *_LIMITS))
 _KEY = tuple(models.keys.c[name] for name in ("id", "tenant", "roles", "label", "create_time", "expire_time", "revoke_time"))
 
 
@@ -75,14 +77,16 @@ class Tenants:
         self._database = database
         self._vault = vault
 
-    async def create(self, name: str, *, fallback_allowed: bool, weight: int, limits: TenantLimits) -> Tenant:
+    async def create(self, name: str, *, fallback: FallbackPolicy, weight: int, limits: TenantLimits) -> Tenant:
         """Creates a tenant.
 
         Raises:
             AlreadyExistsError: The name is taken.
+            InvalidArgumentError: The default fallback is not allowed by the policy.
         """
+        fallback.check()
         taken = AlreadyExistsError(f"there is a tenant {name!r} already")
-        row = {"name": name, "fallback_allowed": fallback_allowed, "weight": weight, **dataclasses.asdict(limits)}
+        row = {"name": name, "weight": weight, **fallback.columns(), **dataclasses.asdict(limits)}
         async with self._database.transaction(OPERATOR, refusals={"pk_tenants": taken}) as connection:
             return _tenant((await connection.execute(insert(models.tenants).values(row).returning(*_TENANT))).one())
 
@@ -113,6 +117,22 @@ class Tenants:
             rows = (await connection.execute(query)).all()
         tenants = [_tenant(row) for row in rows[:limit]]
         return tenants, page_token("tenants", [tenants[-1].name]) if len(rows) > limit else ""
+
+    async def set_fallback(self, name: str, fallback: FallbackPolicy) -> Tenant:
+        """Replaces what may answer when a version cannot be had in time.
+
+        Raises:
+            InvalidArgumentError: The default is not allowed by the policy.
+            NotFoundError: There is no such tenant.
+        """
+        fallback.check()
+        change = update(models.tenants).where(models.tenants.c.name == name).values(fallback.columns()).returning(*_TENANT)
+        async with self._database.transaction(Scope.of_tenant(name)) as connection:
+            row = (await connection.execute(change)).one_or_none()
+            if row is None:
+                raise NotFoundError(_NO_TENANT)
+            await record(connection, Change(kind=ChangeKind.KEY, tenant=name))
+        return _tenant(row)
 
     async def create_key(self, tenant: str, roles: Sequence[str], *, label: str, lifetime: timedelta | None) -> NewKey:
         """Creates a key; its secret is in the result and nowhere else.
@@ -180,8 +200,9 @@ async def _must_exist(connection: AsyncConnection, tenant: str) -> None:
 
 
 def _tenant(row: Row[Any]) -> Tenant:
+    fallback = FallbackPolicy(by_base=row.fallback_allowed, by_previous=row.previous_allowed, default=row.default_fallback)
     limits = TenantLimits(**{name: getattr(row, name) for name in _LIMITS})
-    return Tenant(row.name, row.fallback_allowed, row.weight, row.create_time, limits)
+    return Tenant(row.name, fallback, row.weight, row.create_time, limits)
 
 
 def _key(row: Row[Any]) -> Key:

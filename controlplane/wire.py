@@ -10,10 +10,11 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from controlplane.bases import RegisteredBase
 from controlplane.catalog import Adapter, Alias, Version
 from controlplane.changes import Change, ChangeKind
+from controlplane.fallback import FallbackPolicy
 from controlplane.grants import Grant
 from controlplane.limits import TenantLimits
 from controlplane.nodes import Node
-from controlplane.resolve import Caller, Resolution
+from controlplane.resolve import Caller, Resolution, Servable
 from controlplane.tenants import Key, Tenant
 from veneer.artifact import BaseDescription, Report, TargetModule
 from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, tenants_pb2
@@ -34,6 +35,13 @@ _CHANGE_KINDS = {
     ChangeKind.GRANT: nodes_pb2.CHANGE_KIND_GRANT,
     ChangeKind.KEY: nodes_pb2.CHANGE_KIND_KEY,
 }
+_POLICIES = {
+    tenants_pb2.FALLBACK_POLICY_ALLOWED: (True, True),
+    tenants_pb2.FALLBACK_POLICY_FORBIDDEN: (False, True),
+    tenants_pb2.FALLBACK_POLICY_EXACT: (False, False),
+}
+"""Whether the base may answer, and whether an earlier version may."""
+_POLICY_NAMES = {allowed: policy for policy, allowed in _POLICIES.items()}
 _ROLES = {name: role for role, name in _ROLE_NAMES.items()}
 
 
@@ -53,12 +61,13 @@ def role_name(role: tenants_pb2.Role.ValueType) -> str:
 
 def tenant_message(tenant: Tenant) -> tenants_pb2.Tenant:
     """A tenant as a message."""
-    fallback = tenants_pb2.FALLBACK_POLICY_ALLOWED if tenant.fallback_allowed else tenants_pb2.FALLBACK_POLICY_FORBIDDEN
+    policy = tenant.fallback
     return tenants_pb2.Tenant(
         name=tenant.name,
-        fallback=fallback,
+        fallback=_POLICY_NAMES[policy.by_base, policy.by_previous],
         weight=tenant.weight,
         create_time=timestamp(tenant.create_time),
+        default_fallback=tenants_pb2.DefaultFallback.Value(f"DEFAULT_FALLBACK_{policy.default}"),
         limits=limits_message(tenant.limits),
     )
 
@@ -75,6 +84,15 @@ def limits_of(message: tenants_pb2.TenantLimits) -> TenantLimits:
         max_arena_bytes=message.max_arena_bytes,
         max_host_bytes=message.max_host_bytes,
     )
+
+
+def fallback_policy(
+    policy: tenants_pb2.FallbackPolicy.ValueType, default: tenants_pb2.DefaultFallback.ValueType
+) -> FallbackPolicy:
+    """A policy from its two enums."""
+    by_base, by_previous = _POLICIES.get(policy, (True, True))
+    named = tenants_pb2.DefaultFallback.Name(default or tenants_pb2.DEFAULT_FALLBACK_NONE).removeprefix("DEFAULT_FALLBACK_")
+    return FallbackPolicy(by_base=by_base, by_previous=by_previous, default=named)
 
 
 def key_message(key: Key) -> tenants_pb2.Key:
@@ -179,7 +197,9 @@ def caller_message(caller: Caller) -> nodes_pb2.Caller:
         tenant=caller.tenant,
         key_id=caller.key_id,
         roles=caller.roles,
-        fallback_allowed=caller.fallback_allowed,
+        fallback_allowed=caller.fallback.by_base,
+        previous_allowed=caller.fallback.by_previous,
+        default_fallback=caller.fallback.default,
         weight=caller.weight,
         cache_salt=caller.cache_salt,
         expire_time=timestamp(caller.expire_time),
@@ -195,19 +215,21 @@ def resolution_message(resolution: Resolution) -> nodes_pb2.Resolution:
         adapter=resolution.adapter,
         alias=resolution.alias,
         generation=resolution.generation,
-        arms=[
-            nodes_pb2.ServableVersion(
-                digest=arm.digest,
-                number=arm.number,
-                weight=arm.weight,
-                max_rank=arm.max_rank,
-                size_bytes=arm.size_bytes,
-                state=arm.state,
-                invocation_tokens=arm.invocation_tokens,
-            )
-            for arm in resolution.arms
-        ],
+        arms=map(_servable_message, resolution.arms),
         split_salt=resolution.split_salt,
+    )
+
+
+def _servable_message(version: Servable) -> nodes_pb2.ServableVersion:
+    return nodes_pb2.ServableVersion(
+        digest=version.digest,
+        number=version.number,
+        weight=version.weight,
+        max_rank=version.max_rank,
+        size_bytes=version.size_bytes,
+        state=version.state,
+        invocation_tokens=version.invocation_tokens,
+        previous=None if version.previous is None else _servable_message(version.previous),
     )
 
 

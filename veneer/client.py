@@ -56,7 +56,7 @@ class Client(Connection):
         alias: str | None = None,
         version: str | None = None,
         sampling: generation_pb2.SamplingParams | None = None,
-        fallback: generation_pb2.FallbackMode.ValueType = generation_pb2.FALLBACK_MODE_NONE,
+        fallback: generation_pb2.FallbackMode.ValueType = generation_pb2.FALLBACK_MODE_UNSPECIFIED,
         request_id: str = "",
         split_unit: str = "",
         cache_salt: bytes = b"",
@@ -75,7 +75,7 @@ class Client(Connection):
             alias: Alias of the adapter; None is the default one.
             version: Digest of a version instead of an alias.
             sampling: How tokens are chosen; None is all defaults.
-            fallback: When the base may answer instead.
+            fallback: What happens when the version cannot be had in time; not set: the tenant's default.
             request_id: The caller's own identifier; empty: the service makes one.
             split_unit: Unit of a traffic split, e.g. an end user.
             cache_salt: Parts users of one tenant in the prefix cache.

@@ -104,6 +104,24 @@ class Connection:
         response = await self._ask(self._tenants.RevokeKey, tenants_pb2.RevokeKeyRequest(tenant=tenant, id=key_id))
         return typed(tenants_pb2.Key, response.key)
 
+    async def set_fallback(
+        self,
+        policy: tenants_pb2.FallbackPolicy.ValueType,
+        *,
+        default: tenants_pb2.DefaultFallback.ValueType = tenants_pb2.DEFAULT_FALLBACK_NONE,
+        tenant: str = "",
+    ) -> tenants_pb2.Tenant:
+        """Replaces what may answer when a version cannot be had in time.
+
+        Args:
+            policy: What callers may ask for.
+            default: What a request asks for that does not say.
+            tenant: Tenant whose callers it is for; empty is the caller's own.
+        """
+        request = tenants_pb2.SetFallbackRequest(tenant=tenant, fallback=policy, default_fallback=default)
+        response = await self._ask(self._tenants.SetFallback, request)
+        return typed(tenants_pb2.Tenant, response.tenant)
+
 
 def typed(kind: type[_T], message: Any) -> _T:
     """The message, with its type known to the reader."""

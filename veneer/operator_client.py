@@ -45,11 +45,12 @@ class OperatorClient(Connection):
         name: str,
         *,
         fallback: tenants_pb2.FallbackPolicy.ValueType = tenants_pb2.FALLBACK_POLICY_ALLOWED,
+        default_fallback: tenants_pb2.DefaultFallback.ValueType = tenants_pb2.DEFAULT_FALLBACK_NONE,
         weight: int = 1,
         limits: tenants_pb2.TenantLimits | None = None,
     ) -> tenants_pb2.Tenant:
         """Creates a tenant."""
-        tenant = tenants_pb2.Tenant(name=name, fallback=fallback, weight=weight, limits=limits)
+        tenant = tenants_pb2.Tenant(name=name, fallback=fallback, default_fallback=default_fallback, weight=weight, limits=limits)
         response = await self._ask(self._tenants.CreateTenant, tenants_pb2.CreateTenantRequest(tenant=tenant))
         return typed(tenants_pb2.Tenant, response.tenant)
 

@@ -20,7 +20,7 @@ SERVICES = [
     catalog_pb2.DESCRIPTOR.services_by_name["CatalogService"],
     nodes_pb2.DESCRIPTOR.services_by_name["NodeService"],
 ]
-KEYS = {"CreateKey", "ListKeys", "RevokeKey"}
+KEYS = {"CreateKey", "ListKeys", "RevokeKey", "SetFallback"}
 SHARING = {"Publish", "RetireVersion", "CreateGrant", "RevokeGrant"}
 MOVING = {"SetAlias", "Rollback"}
 READING = {"ListBases", "GetAdapter", "ListAdapters", "ListVersions", "ListGrants"}

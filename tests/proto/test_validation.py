@@ -152,6 +152,7 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         (sampling(top_p=0), "sampling.top_p", "float.gt_lte"),
         (sampling(min_p=1.5), "sampling.min_p", "float.gte_lte"),
         (sampling(repetition_penalty=0), "sampling.repetition_penalty", "float.gt_lte"),
+        (tenants_pb2.TenantLimits(max_arena_bytes=1 << 60), "max_arena_bytes", "uint64.lte"),
         # enums
         (part(file=99), "file", "enum.defined_only"),
         (part(file=0), "file", "enum.not_in"),

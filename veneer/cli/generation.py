@@ -13,10 +13,17 @@ from veneer.client import Event, Prompt
 from veneer.dataplane.v1 import generation_pb2
 
 _FALLBACK = {
+    "default": generation_pb2.FALLBACK_MODE_UNSPECIFIED,
     "none": generation_pb2.FALLBACK_MODE_NONE,
     "not-ready": generation_pb2.FALLBACK_MODE_NOT_READY,
     "any": generation_pb2.FALLBACK_MODE_ANY,
+    "previous": generation_pb2.FALLBACK_MODE_PREVIOUS,
+    "fail": generation_pb2.FALLBACK_MODE_FAIL,
 }
+_FALLBACK_HELP = (
+    "When the version cannot be had in time: wait for it (none), the base (not-ready; any: for unknown adapters too), "
+    "the version before it (previous), an error at once (fail); default is what the tenant has set."
+)
 
 
 def generate(
@@ -35,7 +42,9 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.", min=0)] = 0,
     seed: Annotated[int | None, typer.Option(help="Makes the choice repeatable.", min=0)] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End when this appears; repeat for several.")] = None,
-    fallback: Annotated[Literal["none", "not-ready", "any"], typer.Option(help="When the base may answer instead.")] = "none",
+    fallback: Annotated[
+        Literal["default", "none", "not-ready", "any", "previous", "fail"], typer.Option(help=_FALLBACK_HELP)
+    ] = "default",
     unit: Annotated[str, typer.Option(help="Unit of a traffic split, e.g. an end user.")] = "",
     priority: Annotated[int, typer.Option(help="Place among your own waiting requests.", min=-100, max=100)] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print each event as a line of JSON.")] = False,
@@ -87,10 +96,9 @@ def _print(event: Event) -> None:
 
 
 def _served_text(served: generation_pb2.Served) -> str:
-    if served.fallback:
-        reason = generation_pb2.FallbackReason.Name(served.fallback_reason).removeprefix("FALLBACK_REASON_").lower()
-        return f"[base, in place of the adapter: {reason.replace('_', ' ')}]"
+    reason = generation_pb2.FallbackReason.Name(served.fallback_reason).removeprefix("FALLBACK_REASON_").lower().replace("_", " ")
     if not served.version:
-        return "[base]"
+        return f"[base, in place of the adapter: {reason}]" if served.fallback else "[base]"
     arm = f", arm {served.arm}{' (sticky)' if served.sticky else ''}" if served.alias else ""
-    return f"[{served.owner}/{served.adapter} version {served.version_number} {short(served.version)}{arm}]"
+    instead = f", in place of a later one: {reason}" if served.fallback else ""
+    return f"[{served.owner}/{served.adapter} version {served.version_number} {short(served.version)}{arm}{instead}]"

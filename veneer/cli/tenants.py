@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,6 +16,12 @@ from veneer.operator_client import OperatorClient
 tenants = typer.Typer(no_args_is_help=True)
 keys = typer.Typer(no_args_is_help=True)
 grants = typer.Typer(no_args_is_help=True)
+
+_POLICIES = {
+    "allowed": tenants_pb2.FALLBACK_POLICY_ALLOWED,
+    "forbidden": tenants_pb2.FALLBACK_POLICY_FORBIDDEN,
+    "exact": tenants_pb2.FALLBACK_POLICY_EXACT,
+}
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 OfTenant = Annotated[str, typer.Option(help="As an operator, for this tenant; else for the tenant of the key in use.")]
@@ -80,18 +86,35 @@ def list_tenants(context: typer.Context, *, json: Json = False) -> None:
     if json:
         print_json(found)
         return
-    forbidden = tenants_pb2.FALLBACK_POLICY_FORBIDDEN
-    rows = [
-        (
-            one.name,
-            max(one.weight, 1),
-            _limits(one.limits),
-            "forbidden" if one.fallback == forbidden else "allowed",
-            when(one.create_time),
-        )
-        for one in found
-    ]
+    rows = [(one.name, max(one.weight, 1), _limits(one.limits), _fallback_text(one), when(one.create_time)) for one in found]
     print_table("tenants", ("name", "weight", "limits", "fallback", "created"), rows)
+
+
+@tenants.command("fallback")
+def set_fallback(
+    context: typer.Context,
+    policy: Annotated[
+        Literal["allowed", "forbidden", "exact"],
+        typer.Argument(help="What callers may ask for: all; all but the base; nothing but the version itself."),
+    ],
+    *,
+    default: Annotated[
+        Literal["none", "not-ready", "any", "previous", "fail"],
+        typer.Option(help="What a request asks for that does not say; as `veneer generate --fallback`."),
+    ] = "none",
+    tenant: OfTenant = "",
+    json: Json = False,
+) -> None:
+    """Set what may answer when a version cannot be had in time; data planes follow within 5 s."""
+    target: Target = context.obj
+    mode = tenants_pb2.DefaultFallback.Value(f"DEFAULT_FALLBACK_{default.replace('-', '_').upper()}")
+
+    async def run() -> tenants_pb2.Tenant:
+        async with _keeper(target, tenant) as client:
+            return await client.set_fallback(_POLICIES[policy], default=mode, tenant=tenant)
+
+    stored = asyncio.run(run())
+    print_json(stored) if json else say(f"{stored.name}: fallback {_fallback_text(stored)}")
 
 
 @keys.command("create")
@@ -207,6 +230,12 @@ def revoke_grant(
 
     asyncio.run(run())
     say(f"{grantee} may no longer use {adapter}")
+
+
+def _fallback_text(tenant: tenants_pb2.Tenant) -> str:
+    policy = tenants_pb2.FallbackPolicy.Name(tenant.fallback).removeprefix("FALLBACK_POLICY_").lower()
+    default = tenants_pb2.DefaultFallback.Name(tenant.default_fallback).removeprefix("DEFAULT_FALLBACK_")
+    return f"{policy}, by default {default.lower().replace('_', '-')}"
 
 
 def _keeper(target: Target, tenant: str) -> Client | OperatorClient:
