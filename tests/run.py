@@ -57,7 +57,7 @@ def run(suite: Suite, *, long: bool) -> tuple[int, float]:
     markers = f"({suite.markers}) and not docker and not gpu" + ("" if long else " and not slow")
     command = [sys.executable, "-m", "pytest", "-q", "-m", markers, *suite.paths, "--durations=5", "--durations-min=2"]
     if suite.workers:
-        command += ["-n", str(suite.workers)]
+        command += ["-n", str(suite.workers), "--dist=worksteal"]
     if long:
         command += ["--timeout=900"]
     environment = {
