@@ -1,7 +1,8 @@
 """Compiles every kernel for every configuration without a GPU and reads what came of it: `python -m kernels.aot`.
 
 A table of registers, spills, shared memory, matrix instructions and the share of 16-byte loads, one line a kernel, target and
-configuration. The exit status is 1 if one spills, has no matrix instruction, or reads its main loop in narrow loads.
+configuration. The exit status is 1 if one spills, has no matrix instruction, reads its main loop in narrow loads, or is to be
+launched dependent and neither waits nor triggers.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Found:
         narrow: Loads of less into shared memory, and loads of 1 or 2 bytes, to which wide loads degenerate.
         least_bytes: Bytes a thread that there have to be in wide loads.
         is_fp8: Whether loads of 8 bytes are wide enough.
+        is_dependent: Whether it is made for dependent launch, as the one that waits, the one that triggers, or both.
+        dependencies: Instructions that wait for the kernel in front, or let the one behind begin.
     """
 
     name: str
@@ -63,6 +66,8 @@ class Found:
     narrow: int
     least_bytes: int
     is_fp8: bool
+    is_dependent: bool
+    dependencies: int
 
     @property
     def faults(self) -> list[str]:
@@ -75,6 +80,7 @@ class Found:
                 ("spills", self.spills > 0),
                 ("no matrix instruction", self.products == 0 < self.least_bytes),
                 ("narrow loads", too_narrow > 0 or not enough),
+                ("no dependent launch", self.is_dependent and self.dependencies == 0),
             )
             if found
         ]
@@ -100,7 +106,7 @@ def compile_for(build: Build, capability: int, *, dtype: str = "bf16") -> Found:
     source = ASTSource(fn=build.kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {**build.launch.options(), "launch_pdl": dependent}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _read(build, compiled)
+    return _read(build, compiled, is_dependent=dependent and "DEPENDENT" in constants)
 
 
 def _type_of(name: str, dtype: str) -> str:
@@ -111,7 +117,7 @@ def _type_of(name: str, dtype: str) -> str:
     return "*i64" if name in _INT64 else "*fp32" if name in _FLOAT32 else "*i32"
 
 
-def _read(build: Build, compiled: Any) -> Found:
+def _read(build: Build, compiled: Any, *, is_dependent: bool) -> Found:
     target = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])
     assert target is not None, "PTX names its target"
     with tempfile.TemporaryDirectory() as folder:
@@ -139,6 +145,8 @@ def _read(build: Build, compiled: Any) -> Found:
         narrow=count(r"\bLDGSTS\b") - sum(copies) + count(r"\bLDG\.E\S*\.U(?:8|16)\b"),
         least_bytes=build.least_bytes,
         is_fp8=build.is_fp8,
+        is_dependent=is_dependent,
+        dependencies=count(r"\b(?:ACQBULK|PREEXIT)\b"),
     )
 
 

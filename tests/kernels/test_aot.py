@@ -96,6 +96,8 @@ def test_a_configuration_that_spills_is_reported():
         ({"half": 2, "wide": 7, "is_fp8": True}, []),
         ({"wide": 7}, ["narrow loads"]),
         ({"products": 0, "least_bytes": 0}, []),
+        ({"dependencies": 0}, ["no dependent launch"]),
+        ({"dependencies": 0, "is_dependent": False}, []),
     ],
 )
 def test_what_must_not_be_is_named(changes, faults):
@@ -113,6 +115,8 @@ def test_what_must_not_be_is_named(changes, faults):
         narrow=0,
         least_bytes=128,
         is_fp8=False,
+        is_dependent=True,
+        dependencies=1,
     )
     found = replace(good, **changes)
     assert found.faults == faults
