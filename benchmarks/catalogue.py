@@ -8,12 +8,14 @@ import shutil
 import statistics
 import tempfile
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.fleet import PROMPT_TOKENS
 from benchmarks.random_adapters import block_bytes, kind_of, write_adapter
@@ -138,14 +140,34 @@ async def _parts(folder: Path) -> AsyncIterator[Part]:
                 yield Part(name, data)
 
 
-async def _times(client: Client, prompt: list[int], *, adapter: str, output_tokens: int) -> list[float]:
-    """Runs one request; returns when it was sent and when its tokens came."""
+async def _waits(client: Client, prompt: list[int], *, adapter: str, output_tokens: int) -> AsyncIterator[float]:
+    """Runs one request; yields the seconds to its first token, then those between its chunks of tokens."""
     sampling = generation_pb2.SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-    times = [time.perf_counter()]
+    last = time.perf_counter()
     async for event in client.generate(prompt, adapter=adapter, sampling=sampling):
         if isinstance(event, generation_pb2.Chunk) and event.ids:
-            times += [time.perf_counter()] * len(event.ids)
-    return times
+            now = time.perf_counter()
+            yield now - last
+            last = now
+
+
+async def _ttft(client: Client, prompt: list[int], *, adapter: str, output_tokens: int = 2) -> float:
+    """Runs one request to its end; returns the seconds to its first token."""
+    first, *_ = [wait async for wait in _waits(client, prompt, adapter=adapter, output_tokens=output_tokens)]
+    return first
+
+
+async def _hops(address: str) -> dict[str, tuple[float, float]]:
+    """Reads from the data plane's page how often a hop of a load was made, and the seconds of all."""
+    page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode())
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(page):
+        if family.name in ("veneer_adapter_fetch_seconds", "veneer_adapter_load_seconds"):
+            for sample in family.samples:
+                if sample.name.endswith(("_count", "_sum")):
+                    hop = sample.labels.get("part") or f"{sample.labels['origin']} to {sample.labels['target']}"
+                    found.setdefault(hop, {})[sample.name.rpartition("_")[2]] = sample.value
+    return {hop: (values["count"], values["sum"]) for hop, values in found.items()}
 
 
 async def measure_store(stack: Stack, *, count: int) -> list[Row]:
@@ -164,27 +186,35 @@ async def measure_store(stack: Stack, *, count: int) -> list[Row]:
 
         async def run(adapter: str) -> None:
             while True:
-                times = await _times(client, prompt(), adapter=adapter, output_tokens=400)
-                gaps.extend(np.diff(times[1:]))
+                waits = _waits(client, prompt(), adapter=adapter, output_tokens=400)
+                await anext(waits)
+                async for wait in waits:
+                    gaps.append(wait)  # noqa: PERF401 - what came before a cancellation counts
 
         for adapter in resident:
-            await _times(client, prompt(), adapter=adapter, output_tokens=2)
+            await _ttft(client, prompt(), adapter=adapter)
+        hops_before = await _hops(stack.local.state.data_metrics)
         tasks = [asyncio.create_task(run(adapter)) for adapter in resident]
         try:
             await asyncio.sleep(1.0)
             for turn in range(count):
                 for kind, adapter in (("warm", resident[turn % _RESIDENT]), ("cold", fresh[turn])):
-                    times = await _times(client, prompt(), adapter=adapter, output_tokens=2)
-                    waits[kind].append(times[1] - times[0])
+                    waits[kind].append(await _ttft(client, prompt(), adapter=adapter))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        hops_after = await _hops(stack.local.state.data_metrics)
     cold_s, warm_s = statistics.median(waits["cold"]), statistics.median(waits["warm"])
-    step_s = statistics.median(gap for gap in gaps if gap > 0)
+    step_s = statistics.median(gaps)
     print(
         f"to the first token: cold {cold_s * 1e3:.1f}, warm {warm_s * 1e3:.1f} ms; a step takes {step_s * 1e3:.1f} ms", flush=True
     )
+    means = {}
+    for hop, (loads, total) in hops_after.items():
+        loads_before, total_before = hops_before.get(hop, (0, 0.0))
+        means[hop] = (total - total_before) / max(1, loads - loads_before)
+    print("mean times of hops: " + ", ".join(f"{hop} {seconds * 1e3:.1f} ms" for hop, seconds in means.items()), flush=True)
     return [
         Row("cold_ttft_store", (cold_s - warm_s) / step_s, unit="steps", target="<= 5"),
         Row("cold_ttft_store_ms", (cold_s - warm_s) * 1e3, unit="ms"),
@@ -202,7 +232,7 @@ async def measure_cycles(stack: Stack, *, first: int, last: int) -> list[Row]:
                 files = write_adapter(Path(folder), stack.base, key)
                 published = await client.publish(files, adapter=adapter, base=stack.base.digest, alias="stable")
             version = published.version.digest
-            await _times(client, [1, 2, 3], adapter=adapter, output_tokens=1)
+            await _ttft(client, [1, 2, 3], adapter=adapter, output_tokens=1)
             if before:
                 await client.retire(adapter, before)
             before = version

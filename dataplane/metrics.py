@@ -111,6 +111,13 @@ class Metrics:
         self._load_seconds = Histogram(
             "veneer_adapter_load_seconds", "Time of loads by hop.", ("origin", "target"), buckets=BOUNDS_S, registry=registry
         )
+        self._fetch_seconds = Histogram(
+            "veneer_adapter_fetch_seconds",
+            "Time of the parts of a load from the store: leave to read, bytes, image.",
+            ("part",),
+            buckets=BOUNDS_S,
+            registry=registry,
+        )
         self._load_failures = counter("veneer_adapter_load_failures", "Loads that failed for good.", ["status"])
         self._evictions = counter("veneer_adapter_evictions", "Adapters that made room.", ["level"])
         self._corruptions = counter("veneer_adapter_corruptions", "Bytes found corrupt.", ["level"])
@@ -167,6 +174,10 @@ class Metrics:
         count, total = self._loads.get((origin, target), (0, 0.0))
         self._loads[origin, target] = (count + 1, total + seconds)
         self._load_seconds.labels(origin, target).observe(seconds)
+
+    def fetched(self, part: str, seconds: float) -> None:
+        """A part of a load from the store was done."""
+        self._fetch_seconds.labels(part).observe(seconds)
 
     def load_failed(self, status: str) -> None:
         """A version cannot be had."""

@@ -151,6 +151,7 @@ class Node:
             dtype=settings.dtype,
             artifact_limits=Limits(max_rank=settings.max_rank),
             limits=StoreLimits(max_fetches=settings.max_fetches),
+            observe=self.metrics.fetched,
         )
         self.prefetcher = Prefetcher(
             store=store,

@@ -18,7 +18,8 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,12 @@ _MAGIC = b"VNRIMG02"
 _PREFIX = struct.Struct("<8sI32s")
 _PAGE = 4096
 _MAX_HEADER_BYTES = 64 * 1024 * 1024
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_STORED: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(np.uint16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+_ITEM_BYTES = {name: stored.itemsize for name, stored in _STORED.items()}
 
 
 class ImageError(InvalidArgumentError):
@@ -52,8 +58,8 @@ class ImagePair:
         layer: Layer of the model; the number of layers stands for what is outside of them.
         slice: Slice index of the projection; outside of the layers 0 is the embedding, 1 the head.
         scaling: Factor of B A x: alpha / r, or alpha / sqrt(r).
-        a: float32 [r, K]; r may be 0 where there is a shift.
-        b: float32 [N, r].
+        a: [r, K], float32 or in the image's own dtype, bfloat16 as the uint16 of its bits; r may be 0 where there is a shift.
+        b: [N, r], likewise.
         gain: float32 [N]; None for ones.
         shift: float32 [N]; None for zeros.
     """
@@ -61,8 +67,8 @@ class ImagePair:
     layer: int
     slice: int
     scaling: float
-    a: npt.NDArray[np.float32]
-    b: npt.NDArray[np.float32]
+    a: npt.NDArray[Any]
+    b: npt.NDArray[Any]
     gain: npt.NDArray[np.float32] | None = None
     shift: npt.NDArray[np.float32] | None = None
 
@@ -82,6 +88,9 @@ class Block:
     gain_offset: int
     shift_offset: int
     size_bytes: int
+
+
+_block_fields = attrgetter(*(one.name for one in fields(Block)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +204,10 @@ def build_image(
 
 
 def write_image(path: Path, image: Image) -> int:
-    """Writes an image file atomically: whole under a name of its own, synced, then renamed. Returns its size in bytes.
+    """Writes an image file atomically: whole under a name of its own, then renamed. Returns its size in bytes.
 
-    Two writers of one path cannot mix their bytes, and a reader sees the old file, the new one or none.
+    Two writers of one path cannot mix their bytes, and a reader sees the old file, the new one or none. It is not synced, since a
+    request waits: what a machine that lost its power leaves is noticed by its checksum, and fetched again.
     """
     header = json.dumps(
         {
@@ -208,7 +218,7 @@ def write_image(path: Path, image: Image) -> int:
             "num_slices": image.num_slices,
             "payload_bytes": image.num_bytes,
             "payload_sha256": hashlib.sha256(image.payload.data).hexdigest(),
-            "blocks": [list(asdict(block).values()) for block in image.blocks],
+            "blocks": [_block_fields(block) for block in image.blocks],
         },
         separators=(",", ":"),
     ).encode()
@@ -219,13 +229,10 @@ def write_image(path: Path, image: Image) -> int:
         with os.fdopen(descriptor, "wb") as file:
             file.write(prefix)
             file.write(image.payload.data)
-            file.flush()
-            os.fsync(file.fileno())
         Path(temporary).rename(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
     return len(prefix) + image.num_bytes
 
 
@@ -318,8 +325,10 @@ def _faults(pair: ImagePair, num_layers: int, num_slices: int) -> list[Violation
     return faults
 
 
-def _cast(matrix: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
+def _cast(matrix: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
     """Returns the matrix in the dtype, row-major; bfloat16 as the uint16 of its bits."""
+    if matrix.dtype == _STORED[dtype]:
+        return np.ascontiguousarray(matrix)
     matrix = np.ascontiguousarray(matrix, dtype=np.float32)
     if dtype == "bfloat16":
         bits = matrix.view(np.uint32)
@@ -355,11 +364,3 @@ def _aligned(num_bytes: int) -> int:
 
 def _name(pair: ImagePair) -> str:
     return f"layer {pair.layer}, slice {pair.slice}"
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

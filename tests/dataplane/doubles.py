@@ -113,9 +113,9 @@ class FolderSource:
 
     Attributes:
         version: Digest of the version.
-        faults: What to do with the file in each of the next transfers: called with name and bytes, returns what is sent.
-            An error is raised after the first half.
-        offsets: Offset of every transfer that was asked for.
+        faults: By file, what to do with it in each of its next transfers: called with the bytes, returns what is sent. An error
+            is raised after the first half.
+        offsets: By file, the offset of every transfer that was asked for.
         reported: Versions reported as corrupt.
         open: While it is cleared no transfer goes on.
     """
@@ -126,14 +126,19 @@ class FolderSource:
         self.version = version_digest(owner, base_digest, digests)
         blobs = tuple(Blob(name, digests[name], len(data), "") for name, data in self.files.items())
         self.grant = Grant("grant", blobs, base_digest, owner)
-        self.faults: list[object] = []
-        self.offsets: list[int] = []
+        self.faults: dict[str, list[object]] = {name: [] for name in self.files}
+        self.offsets: dict[str, list[int]] = {name: [] for name in self.files}
         self.reported: list[str] = []
         self.num_grants = 0
         self.num_running = self.max_running = 0
         self.open = asyncio.Event()
         self.open.set()
         self._part_bytes = part_bytes
+
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that were asked for."""
+        return sum(map(len, self.offsets.values()))
 
     async def grant_blobs(self, version: str) -> Grant:
         self.num_grants += 1
@@ -142,13 +147,14 @@ class FolderSource:
         return self.grant
 
     async def read_blob(self, grant: Grant, blob: Blob, *, offset: int, idle_s: float) -> AsyncIterator[bytes]:
-        self.offsets.append(offset)
+        self.offsets[blob.name].append(offset)
         self.num_running += 1
         self.max_running = max(self.max_running, self.num_running)
         try:
             await self.open.wait()
             data = self.files[blob.name]
-            fault = self.faults.pop(0) if self.faults else None
+            faults = self.faults[blob.name]
+            fault = faults.pop(0) if faults else None
             if callable(fault):
                 data = fault(data)
             parts = [data[place : place + self._part_bytes] for place in range(offset, len(data), self._part_bytes)]

@@ -14,12 +14,14 @@ from dataplane import store as store_module
 from dataplane.catalog_client import Blob
 from dataplane.lora.host_cache import HostCache, HostCacheFullError
 from dataplane.lora.image import Image, open_image
-from dataplane.store import AdapterStore, CorruptVersionError, StoreLimits, UnloadableVersionError
+from dataplane.store import AdapterStore, StoreLimits
+from dataplane.transfer import CorruptVersionError, UnloadableVersionError
 from tests.dataplane.doubles import FolderSource, until
 from tests.fixtures.adapters import make_adapter_folder
 from veneer.artifact import BaseDescription, BaseWeights, Limits
 from veneer.errors import FailedPreconditionError, PermissionDeniedError, UnavailableError
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 CUT = UnavailableError("cut")
 
 
@@ -32,6 +34,7 @@ class Shelf:
         self.source = FolderSource(make_adapter_folder(tmp_path / "adapter", base, ranks=4), base_digest=base.digest)
         self.cache = HostCache(tmp_path / "images", max_bytes=1 << 20)
         self.evicted: list[str] = []
+        self.parts: list[str] = []
         self.store = self.build()
 
     def build(self, limits: Limits | None = None, *, max_fetches: int = 8) -> AdapterStore:
@@ -45,6 +48,7 @@ class Shelf:
             dtype="float32",
             artifact_limits=limits or Limits(),
             limits=StoreLimits(max_fetches=max_fetches, max_resumes=3, backoff_s=0.001),
+            observe=lambda part, seconds: self.parts.append(part),
         )
 
     @property
@@ -67,6 +71,7 @@ async def test_a_version_becomes_an_image_in_the_cache(shelf: Shelf) -> None:
     assert shelf.cache.find(shelf.version) == path
     assert shelf.cache.num_bytes == path.stat().st_size
     assert not list((shelf.tmp_path / "work").iterdir())
+    assert shelf.parts == ["grant", "read", "build"]
 
 
 def flipped(data: bytes) -> bytes:
@@ -91,18 +96,18 @@ def empty(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("fault", [flipped, short, long, error_page, empty])
 async def test_wrong_bytes_are_read_again_once_and_then_right(shelf: Shelf, fault: Callable[[bytes], bytes]) -> None:
-    shelf.source.faults = [None, fault]
+    shelf.source.faults[WEIGHTS] = [fault]
     await shelf.store.fetch(shelf.version)
     assert shelf.store.num_corrupt == 1
     assert shelf.source.reported == []
 
 
 @pytest.mark.parametrize("fault", [flipped, short, long, error_page, empty])
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 async def test_bytes_that_are_wrong_twice_are_refused_and_reported(
-    shelf: Shelf, fault: Callable[[bytes], bytes], place: int
+    shelf: Shelf, fault: Callable[[bytes], bytes], name: str
 ) -> None:
-    shelf.source.faults = [fault, fault] if place == 0 else [None, fault, None, fault]
+    shelf.source.faults[name] = [fault, fault]
     with pytest.raises(CorruptVersionError):
         await shelf.store.fetch(shelf.version)
     assert shelf.source.reported == [shelf.version]
@@ -127,7 +132,7 @@ async def test_a_store_that_names_other_files_is_not_believed(shelf: Shelf) -> N
     shelf.source.grant = dataclasses.replace(grant, owner="mallory")
     with pytest.raises(CorruptVersionError):
         await shelf.store.fetch(shelf.version)
-    assert shelf.source.offsets == []
+    assert shelf.source.num_transfers == 0
     assert shelf.has_left_nothing()
 
 
@@ -135,27 +140,28 @@ async def test_a_version_for_another_base_is_not_even_read(shelf: Shelf) -> None
     shelf.source.grant = dataclasses.replace(shelf.source.grant, base_digest="1" * 64)
     with pytest.raises(UnloadableVersionError, match="another base"):
         await shelf.store.fetch(shelf.version)
-    assert shelf.source.offsets == []
+    assert shelf.source.num_transfers == 0
 
 
 async def test_a_transfer_that_is_cut_goes_on_where_it_stopped(shelf: Shelf) -> None:
-    shelf.source.faults = [None, CUT, CUT]
+    shelf.source.faults[WEIGHTS] = [CUT, CUT]
     await shelf.store.fetch(shelf.version)
-    config_offset, *weights_offsets = shelf.source.offsets
-    assert (config_offset, weights_offsets[0]) == (0, 0)
-    assert weights_offsets == sorted(set(weights_offsets))
-    assert len(weights_offsets) == 3
+    assert shelf.source.offsets[CONFIG] == [0]
+    offsets = shelf.source.offsets[WEIGHTS]
+    assert len(offsets) == 3
+    assert offsets[0] == 0
+    assert offsets == sorted(set(offsets))
     assert shelf.store.num_corrupt == 0
 
 
 async def test_a_grant_that_ends_during_a_transfer_is_asked_for_again(shelf: Shelf) -> None:
-    shelf.source.faults = [None, PermissionDeniedError("the grant has ended")]
+    shelf.source.faults[WEIGHTS] = [PermissionDeniedError("the grant has ended")]
     await shelf.store.fetch(shelf.version)
     assert shelf.source.num_grants == 2
 
 
 async def test_a_store_that_stays_away_is_unavailable_and_not_corrupt(shelf: Shelf) -> None:
-    shelf.source.faults = [CUT] * 4
+    shelf.source.faults[WEIGHTS] = [CUT] * 4
     with pytest.raises(UnavailableError, match="the store cannot be read"):
         await shelf.store.fetch(shelf.version)
     assert shelf.source.reported == []
@@ -193,15 +199,15 @@ async def test_fetches_at_the_same_time_are_bounded(shelf: Shelf) -> None:
     shelf.store = shelf.build(max_fetches=2)
     shelf.source.open.clear()
     fetches = asyncio.gather(*(shelf.store.fetch(shelf.version) for _ in range(6)))
-    await until(lambda: shelf.source.num_running == 2)
+    await until(lambda: shelf.source.num_running == 4)
     shelf.source.open.set()
     await fetches
-    assert shelf.source.max_running == 2
+    assert shelf.source.max_running == 4
 
 
 async def test_a_fetch_that_is_cancelled_leaves_nothing_behind(shelf: Shelf) -> None:
     task = asyncio.create_task(shelf.store.fetch(shelf.version))
-    await until(lambda: shelf.source.offsets)
+    await until(lambda: shelf.source.num_running)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -15,11 +15,11 @@ import numpy.typing as npt
 from veneer.artifact.config import WHERE, Config, read_config
 from veneer.artifact.description import BaseDescription
 from veneer.artifact.faults import Faults, quote
-from veneer.artifact.header import FLOAT_DTYPES, HeaderLimits, TensorRef, read_header
+from veneer.artifact.header import DTYPE_BYTES, FLOAT_DTYPES, HeaderLimits, TensorRef, read_header
 from veneer.artifact.limits import Limits
 from veneer.artifact.pairs import WEIGHTS, Bias, Pair, pair_up
 from veneer.artifact.source import Source, opened
-from veneer.artifact.values import Statistics, measure, read_matrix
+from veneer.artifact.values import CHUNK_ELEMENTS, Statistics, measure, measure_run, read_matrix
 from veneer.errors import DataLossError
 
 _DEFAULT_LIMITS = Limits()
@@ -100,21 +100,24 @@ class Artifact:
     weights_bytes: int
     biases: tuple[Bias, ...] = ()
 
-    def read(self, weights: BinaryIO | Path) -> Iterator[tuple[Pair, npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+    def read(self, weights: BinaryIO | Path, *, keep: str = "") -> Iterator[tuple[Pair, npt.NDArray[Any], npt.NDArray[Any]]]:
         """Reads A and B, pair by pair.
 
         Args:
             weights: The very file that was checked; the caller has compared its digest.
+            keep: Element type of the file that is left as it is, `BF16` as the uint16 of its bits, unless the pair has a
+                magnitude, whose gain is computed of A and B.
 
         Yields:
-            Each pair of `pairs` once and in order, with A `[rank, in]` and B `[out, rank]` widened exactly to float32.
+            Each pair of `pairs` once and in order, with A `[rank, in]` and B `[out, rank]` widened exactly to float32, or kept.
 
         Raises:
             DataLossError: The file has another size, or ends too early.
         """
         with self._checked(weights) as source:
             for pair in self.pairs:
-                yield pair, read_matrix(source, pair.a), read_matrix(source, pair.b)
+                kept = keep if pair.magnitude is None else ""
+                yield pair, read_matrix(source, pair.a, keep=kept), read_matrix(source, pair.b, keep=kept)
 
     def read_vectors(self, weights: BinaryIO | Path) -> Vectors:
         """Reads magnitudes and biases.
@@ -208,14 +211,12 @@ def _read_tensors(source: Source, *, limits: Limits, faults: Faults) -> list[Ten
 
 def _measure(source: Source, tensors: Sequence[TensorRef], *, limits: Limits, faults: Faults) -> dict[str, Statistics]:
     """Looks at the numbers of all tensors that lie inside the file, however wrong the rest of it may be."""
-    statistics = {}
-    budget = source.size_bytes  # overlapping tensors must not make the work larger than the file
-    for tensor in tensors:
-        budget -= tensor.size_bytes
-        if budget < 0 or tensor.offset + tensor.size_bytes > source.size_bytes:
-            continue
-        found = statistics[tensor.name] = measure(source, tensor)
-        field = f"{WEIGHTS}: {quote(tensor.name)}"
+    statistics: dict[str, Statistics] = {}
+    for run in _runs(source, tensors):
+        found_of_run = measure_run(source, run) if len(run) > 1 else [measure(source, run[0])]
+        statistics |= {tensor.name: found for tensor, found in zip(run, found_of_run, strict=True)}
+    for name, found in statistics.items():
+        field = f"{WEIGHTS}: {quote(name)}"
         if found.num_not_finite:
             faults.add(field, f"has {found.num_not_finite} elements that are NaN or infinite")
         if found.num_overflowing:
@@ -223,6 +224,25 @@ def _measure(source: Source, tensors: Sequence[TensorRef], *, limits: Limits, fa
         if found.max_abs > limits.max_abs:
             faults.add(field, f"has an element of magnitude {found.max_abs:g}; at most {limits.max_abs:g} is allowed")
     return statistics
+
+
+def _runs(source: Source, tensors: Sequence[TensorRef]) -> Iterator[list[TensorRef]]:
+    """Yields the tensors inside the file, those together that follow one another and are few elements."""
+    run: list[TensorRef] = []
+    run_bytes = 0
+    budget = source.size_bytes  # overlapping tensors must not make the work larger than the file
+    for tensor in tensors:
+        budget -= tensor.size_bytes
+        if budget < 0 or tensor.offset + tensor.size_bytes > source.size_bytes:
+            continue
+        follows = run and tensor.dtype == run[0].dtype and tensor.offset == run[-1].offset + run[-1].size_bytes
+        if run and not (follows and run_bytes + tensor.size_bytes <= CHUNK_ELEMENTS * DTYPE_BYTES[tensor.dtype]):
+            yield run
+            run, run_bytes = [], 0
+        run.append(tensor)
+        run_bytes += tensor.size_bytes
+    if run:
+        yield run
 
 
 def _warn(config: Config, base: BaseDescription, pairs: Sequence[Pair], statistics: Mapping[str, Statistics]) -> None:

@@ -27,7 +27,6 @@ _PARTS = {
     "lora_bias": re.compile(rf"(?P<path>.+)\.lora_B{_NAME}\.bias"),
     "bias": re.compile(r"(?P<path>.+?)(?:\.base_layer)?\.bias"),
 }
-_LAYER = re.compile(r"(?:0|[1-9][0-9]{0,3})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,11 @@ class KeyMap:
 
     def __init__(self, base: BaseDescription) -> None:
         self._base = base
-        self._slices: dict[tuple[str, str], int] = {}
-        for index, module in enumerate(base.modules):
-            before, _, after = module.path.partition("{layer}")
-            self._slices[before, after] = index
+        self._places = {
+            module.path.format(layer=layer): (layer, index)
+            for layer in range(base.num_layers)
+            for index, module in enumerate(base.modules)
+        } | {module.path: (base.num_layers, index) for index, module in enumerate(base.edges)}
 
     def parse(self, name: str) -> Key | str:
         """Understands one name.
@@ -80,7 +80,8 @@ class KeyMap:
         if not name.startswith(_PREFIX):
             return f"must begin with {_PREFIX}, as PEFT writes it"
         path = match["path"].removeprefix(_PREFIX)
-        place = self._place(path) or self._place("model." + path)
+        has_head = path in self._places
+        place = self._places.get(path if has_head else "model." + path)
         if place is None:
             known = ", ".join(module.name for module in self._base.modules)
             return f"module {quote(path)} is not one of this base, which has layers 0 to {self._base.num_layers - 1} with {known}"
@@ -92,28 +93,16 @@ class KeyMap:
             return f"DoRA and biases are served in the layers only; leave {module.name} out of target_modules"
         if part == "bias" and not has_bias(self._base.family, module.site):
             return f"this base has no bias at {quote(path)} that a trained one could replace"
+        names = match.groupdict()
         return Key(
             path=path,
             layer=layer,
             slice=index,
             part=part,
-            adapter=match.groupdict().get("adapter") or match.groupdict().get("embedded") or "",
-            has_head=self._place(path) is not None,
+            adapter=names.get("adapter") or names.get("embedded") or "",
+            has_head=has_head,
         )
 
     def paths(self, *, has_head: bool) -> list[str]:
         """Lists the paths of all modules of the base."""
-        whole = [module.path.format(layer=layer) for layer in range(self._base.num_layers) for module in self._base.modules]
-        whole += [module.path for module in self._base.edges]
-        return whole if has_head else [path.removeprefix("model.") for path in whole]
-
-    def _place(self, path: str) -> tuple[int, int] | None:
-        for index, module in enumerate(self._base.edges):
-            if path == module.path:
-                return self._base.num_layers, index
-        for (before, after), index in self._slices.items():
-            if path.startswith(before) and path.endswith(after):
-                number = path[len(before) : len(path) - len(after)]
-                if _LAYER.fullmatch(number) and int(number) < self._base.num_layers:
-                    return int(number), index
-        return None
+        return [path if has_head else path.removeprefix("model.") for path in self._places]

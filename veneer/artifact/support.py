@@ -160,7 +160,11 @@ FEATURES = (
 FIELDS: Mapping[str, Feature] = {name: feature for feature in FEATURES for name in feature.fields}
 """Every field of PEFT 0.21's LoraConfig."""
 
+_REFUSED_TENSORS = re.compile("|".join(f"(?:{one.tensors.pattern})" for one in FEATURES if one.tensors is not None))
+
 
 def refused_tensor(name: str) -> Feature | None:
     """Returns the feature that is refused and that a tensor of this name belongs to."""
+    if not _REFUSED_TENSORS.search(name):
+        return None
     return next((feature for feature in FEATURES if feature.tensors is not None and feature.tensors.search(name)), None)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 import struct
 
 import numpy as np
@@ -88,6 +89,19 @@ def test_gains_and_shifts_lie_beside_their_pair_in_float32(tmp_path, dtype):
 def test_vectors_that_do_not_fit_are_refused(changes, fault):
     with pytest.raises(ImageError, match=fault):
         build([dataclasses.replace(pair(), **changes)])
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", np.uint16), ("float16", np.float16)])
+def test_a_matrix_in_the_images_own_type_is_laid_out_as_it_is(dtype, bits):
+    wide = pair(rank=4)
+    image = build([wide], dtype=dtype)
+    (block,) = image.blocks
+    a = matrix(image, block.a_offset, (4, 7), bits).copy()
+    b = matrix(image, block.b_offset, (4, 5), bits).T.copy()
+    assert build([dataclasses.replace(wide, a=a, b=b)], dtype=dtype).payload.tobytes() == image.payload.tobytes()
+    a.view(np.uint16)[2, 3] = 0x7F80 if dtype == "bfloat16" else 0x7C00
+    with pytest.raises(ImageError, match="not finite"):
+        build([dataclasses.replace(wide, a=a, b=b)], dtype=dtype)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=64))
@@ -213,11 +227,15 @@ def test_an_image_of_another_version_base_or_dtype_is_noticed(file, expected):
         open_image(file, **expected)
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(file, monkeypatch):
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(file):
     before = file.read_bytes()
-    monkeypatch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space"):
-        write_image(file, build([pair(seed=9)]))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # the first page fits, the rest does not
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_image(file, build([pair(seed=9)]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert file.read_bytes() == before
     assert list(file.parent.iterdir()) == [file]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from veneer.artifact.header import DTYPE_BYTES, TensorRef
 from veneer.artifact.source import Source
-from veneer.artifact.values import measure, widen
+from veneer.artifact.values import measure, measure_run, widen
 from veneer.errors import DataLossError
 
 
@@ -53,6 +53,21 @@ def test_float32_that_rounds_to_infinity_in_bfloat16_is_counted() -> None:
     halfway = np.array([0x7F7F8000], dtype=np.uint32).view(np.float32)[0]
     below = np.nextafter(halfway, np.float32(0))
     assert _measure(np.array([largest, below, halfway, -halfway, np.nan], dtype="<f4").tobytes(), "F32") == (float(halfway), 1, 2)
+
+
+@given(
+    st.sampled_from(["F32", "F16", "BF16"]),
+    st.lists(st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=6), min_size=1, max_size=5),
+)
+def test_tensors_measured_together_are_measured_as_each_alone(dtype: str, rows: list[list[int]]) -> None:
+    item = DTYPE_BYTES[dtype]
+    data, tensors = b"junk", []
+    for row in rows:  # the high half of a float32 decides what it is like
+        bits = np.array(row, dtype=np.uint32) << 16 if dtype == "F32" else np.array(row, dtype=np.uint16)
+        tensors.append(TensorRef("t", dtype, (len(row),), len(data), len(row) * item))
+        data += bits.astype(f"<u{item}").tobytes()
+    source = Source(io.BytesIO(data))
+    assert measure_run(source, tensors) == [measure(source, tensor) for tensor in tensors]
 
 
 def test_a_tensor_longer_than_a_part_is_measured_whole() -> None:

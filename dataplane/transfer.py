@@ -1,0 +1,227 @@
+"""The files of a version: a grant, bytes from where they lie, their digests; a transfer that was cut goes on where it stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Protocol, Self, TypeVar, cast
+
+from dataplane.catalog_client import Blob, Grant
+from dataplane.signed_urls import read_signed
+from veneer.artifact import version_digest
+from veneer.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError, UnavailableError
+
+_T = TypeVar("_T")
+_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_IN_MEMORY_BYTES = 16 << 20
+"""Up to here a file stays in this process's memory; a larger one lies in a file without a name."""
+_WINDOW_BYTES = 4 << 20
+"""So much is gathered before it is digested and kept, on another thread."""
+
+
+class CorruptVersionError(FailedPreconditionError):
+    """A version's bytes do not have its digest."""
+
+
+class UnloadableVersionError(FailedPreconditionError):
+    """A version's files are whole, but this node cannot load them."""
+
+
+class Source(Protocol):
+    """Where a version's bytes come from; the control plane's node service in `dataplane.catalog_client`."""
+
+    async def grant_blobs(self, version: str) -> Grant:
+        """Asks for leave to read a version's files."""
+
+    def read_blob(self, grant: Grant, blob: Blob, *, offset: int, idle_s: float) -> AsyncIterator[bytes]:
+        """Streams a file from an offset on."""
+
+    async def report_corrupt(self, version: str) -> None:
+        """Reports a version whose bytes are corrupt after a repeated read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferLimits:
+    """Bounds of one version's transfer.
+
+    Attributes:
+        max_config_bytes: Size of the configuration.
+        max_weights_bytes: Size of the weights.
+        max_resumes: How often one file's transfer is taken up again.
+        idle_s: How long a transfer may bring nothing.
+        backoff_s: First pause before a transfer is taken up again; it doubles.
+    """
+
+    max_config_bytes: int
+    max_weights_bytes: int
+    max_resumes: int = 5
+    idle_s: float = 10.0
+    backoff_s: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """A version's files, each with its digest. Owned by who asked for them; they are gone when it closes them.
+
+    Attributes:
+        config: Bytes of the configuration.
+        weights: The weights, open for reading.
+    """
+
+    config: bytes
+    weights: BinaryIO
+
+    def __enter__(self) -> Self:
+        """Returns the files."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Closes them."""
+        self.weights.close()
+
+
+class Transfer:
+    """Reads versions' files. Owned by the event loop; bytes are digested and kept on other threads.
+
+    Args:
+        source: Where the bytes come from.
+        base_digest: The base that this node serves.
+        folder: Where large files lie without a name.
+        limits: Bounds.
+        observe: Told, on the event loop, the seconds that a part of a transfer took: `grant` or `read`.
+    """
+
+    def __init__(
+        self, source: Source, *, base_digest: str, folder: Path, limits: TransferLimits, observe: Callable[[str, float], None]
+    ) -> None:
+        self._source = source
+        self._base_digest = base_digest
+        self._folder = folder
+        self._limits = limits
+        self._observe = observe
+
+    async def read(self, version: str, *, by_url: bool) -> Files:
+        """Reads both files of a version, at the same time.
+
+        Args:
+            version: The version.
+            by_url: Reads from the object store where there is a signed address, and through the control plane where that fails.
+
+        Raises:
+            CorruptVersionError: Its bytes are wrong.
+            UnloadableVersionError: It is for another base, or too large.
+            FailedPreconditionError: The control plane does not let it be served (any more).
+            UnavailableError: Control plane or store cannot be reached.
+            OSError: The bytes cannot be kept.
+        """
+        started_s = time.monotonic()
+        grant = await self._grant(version)
+        granted_s = time.monotonic()
+        with ExitStack() as stack:
+            files = {blob.name: stack.enter_context(await self._buffer(blob)) for blob in grant.blobs}
+            await _all(partial(self._read_file, version, grant, blob, files[blob.name], by_url=by_url) for blob in grant.blobs)
+            with files[_CONFIG] as file:
+                file.seek(0)
+                config = file.read()
+            stack.pop_all()
+        self._observe("grant", granted_s - started_s)
+        self._observe("read", time.monotonic() - granted_s)
+        return Files(config, files[_WEIGHTS])
+
+    async def _grant(self, version: str) -> Grant:
+        try:
+            grant = await self._source.grant_blobs(version)
+        except NotFoundError as error:
+            raise FailedPreconditionError("the version cannot be served any more") from error
+        if grant.base_digest != self._base_digest:
+            raise UnloadableVersionError("the version is for another base than this node serves")
+        digests = {blob.name: blob.digest for blob in grant.blobs}
+        if set(digests) != {_CONFIG, _WEIGHTS} or len(grant.blobs) != 2:
+            raise CorruptVersionError("the version does not consist of the files that it must")
+        try:
+            is_right = version_digest(grant.owner, grant.base_digest, digests) == version
+        except ValueError:
+            is_right = False
+        if not is_right:
+            raise CorruptVersionError("the files that the store names are not those of the version")
+        sizes = {blob.name: blob.size_bytes for blob in grant.blobs}
+        if sizes[_CONFIG] > self._limits.max_config_bytes or sizes[_WEIGHTS] > self._limits.max_weights_bytes:
+            raise UnloadableVersionError("the version is larger than this node loads")
+        return grant
+
+    async def _buffer(self, blob: Blob) -> BinaryIO:
+        if blob.size_bytes <= _IN_MEMORY_BYTES:
+            return io.BytesIO()
+        return cast("BinaryIO", await in_thread(partial(tempfile.TemporaryFile, dir=self._folder)))
+
+    async def _read_file(self, version: str, grant: Grant, blob: Blob, file: BinaryIO, *, by_url: bool) -> None:
+        digest = hashlib.sha256()
+        size_bytes = kept_bytes = 0
+        parts: list[bytes] = []
+
+        def keep() -> None:
+            for part in parts:
+                digest.update(part)
+                file.write(part)
+            parts.clear()
+
+        pause_s = self._limits.backoff_s
+        for attempt in range(self._limits.max_resumes + 1):
+            try:
+                transfer: AsyncIterator[bytes]
+                if by_url and blob.url and attempt == 0:
+                    transfer = read_signed(blob.url, offset=size_bytes, size_bytes=blob.size_bytes, idle_s=self._limits.idle_s)
+                else:
+                    transfer = self._source.read_blob(grant, blob, offset=size_bytes, idle_s=self._limits.idle_s)
+                async with aclosing(transfer):  # type: ignore[type-var]
+                    async for data in transfer:
+                        parts.append(data)
+                        size_bytes += len(data)
+                        if size_bytes > blob.size_bytes:
+                            raise CorruptVersionError("a file of the version is longer than it must be")
+                        if size_bytes - kept_bytes >= _WINDOW_BYTES:
+                            await in_thread(keep)
+                            kept_bytes = size_bytes
+                break
+            except (UnavailableError, PermissionDeniedError) as error:
+                if attempt == self._limits.max_resumes:
+                    raise UnavailableError("the store cannot be read", retry_after_s=1.0) from error
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
+                pause_s = min(pause_s * 2, 2.0)
+                if isinstance(error, PermissionDeniedError):  # the grant has ended
+                    grant = await self._grant(version)
+        await in_thread(keep)
+        if size_bytes != blob.size_bytes or digest.hexdigest() != blob.digest:
+            raise CorruptVersionError("a file of the version does not have its digest")
+
+
+async def _all(transfers: Iterable[Callable[[], Coroutine[None, None, None]]]) -> None:
+    """Runs transfers at the same time; the first that fails ends the others."""
+    tasks = [asyncio.create_task(transfer()) for transfer in transfers]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def in_thread(work: Callable[[], _T]) -> _T:
+    """Runs work on another thread and returns when it has ended, even when cancelled: what it uses may be closed then."""
+    call = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait((call,))
+        raise

@@ -1,0 +1,76 @@
+"""A version's files come whole, or not at all, wherever they are kept meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from dataplane import transfer as transfer_module
+from dataplane.transfer import CorruptVersionError, Transfer, TransferLimits, in_thread
+from tests.dataplane.doubles import FolderSource, until
+from tests.fixtures.adapters import make_adapter_folder
+from veneer.artifact import BaseDescription
+from veneer.errors import UnavailableError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@pytest.fixture
+def source(tmp_path: Path, tiny_base: BaseDescription) -> FolderSource:
+    return FolderSource(make_adapter_folder(tmp_path / "adapter", tiny_base, ranks=4), base_digest=tiny_base.digest)
+
+
+def reading(source: FolderSource, folder: Path) -> Transfer:
+    limits = TransferLimits(max_config_bytes=1 << 20, max_weights_bytes=1 << 20, max_resumes=2, backoff_s=0.001)
+    base_digest = source.grant.base_digest
+    return Transfer(source, base_digest=base_digest, folder=folder, limits=limits, observe=lambda part, seconds: None)
+
+
+@pytest.mark.parametrize(("in_memory", "window"), [(1 << 20, 1 << 20), (0, 1 << 20), (0, 1500), (1 << 20, 1)])
+async def test_files_are_whole_in_memory_or_without_a_name_on_the_disk(
+    source: FolderSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int, window: int
+) -> None:
+    monkeypatch.setattr(transfer_module, "_IN_MEMORY_BYTES", in_memory)
+    monkeypatch.setattr(transfer_module, "_WINDOW_BYTES", window)
+    source.faults[WEIGHTS] = [UnavailableError("cut")]
+    with await reading(source, tmp_path).read(source.version, by_url=True) as files:
+        assert files.config == source.files[CONFIG]
+        files.weights.seek(0)
+        assert files.weights.read() == source.files[WEIGHTS]
+    assert files.weights.closed
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+async def test_both_files_come_at_the_same_time(source: FolderSource, tmp_path: Path) -> None:
+    source.open.clear()
+    task = asyncio.create_task(reading(source, tmp_path).read(source.version, by_url=True))
+    await until(lambda: source.num_running == 2)
+    source.open.set()
+    (await task).weights.close()
+
+
+async def test_one_wrong_file_ends_the_transfer_of_the_other(source: FolderSource, tmp_path: Path) -> None:
+    source.faults[CONFIG] = [lambda data: data + b" "]
+    with pytest.raises(CorruptVersionError):
+        await reading(source, tmp_path).read(source.version, by_url=True)
+    assert source.num_running == 0
+
+
+async def test_work_on_a_thread_has_ended_when_its_caller_was_cancelled() -> None:
+    begun, go = threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    def work() -> None:
+        begun.set()
+        ended.append(go.wait(10))
+
+    task = asyncio.create_task(in_thread(work))
+    await asyncio.to_thread(begun.wait, 10)
+    task.cancel()
+    asyncio.get_running_loop().call_soon(go.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True]
