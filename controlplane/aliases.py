@@ -1,15 +1,18 @@
-"""Moving aliases: by compare-and-swap, and back."""
+"""Moving aliases: by compare-and-swap, forward and back, unless they are frozen."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Row, func, insert, select, update
+from sqlalchemy import Row, func, select, update
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
+from controlplane.answers import RACED, Request, alias_from_json, alias_to_json, answered, keep
 from controlplane.catalog import NO_VERSION, READY, STABLE, Alias, Arm, aliases_of, lock_adapter
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
@@ -18,6 +21,9 @@ from veneer.errors import AbortedError, FailedPreconditionError, InvalidArgument
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 _WHOLE = 1
 """Weight of the only arm."""
+_NO_ALIAS = "there is no such alias"
+_Choose = Callable[[AsyncConnection, Alias | None], Awaitable[Sequence[Arm]]]
+"""Arms to move an alias to, given what it is now."""
 
 
 def check_alias_name(name: str) -> None:
@@ -41,7 +47,17 @@ class Aliases:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def set(self, owner: str, adapter: str, alias: str, *, arms: Sequence[Arm], expected_generation: int | None) -> Alias:
+    async def set(
+        self,
+        owner: str,
+        adapter: str,
+        alias: str,
+        *,
+        arms: Sequence[Arm],
+        expected_generation: int | None,
+        request_id: str = "",
+        dry_run: bool = False,
+    ) -> Alias:
         """Points an alias at one version or at a weighted split; makes it when it is absent.
 
         Args:
@@ -50,25 +66,40 @@ class Aliases:
             alias: Name; empty means `stable`.
             arms: Versions of the adapter that are ready and for one base, none twice.
             expected_generation: Generation that the caller saw, 0 for none; None moves it whatever it is.
+            request_id: The caller's own identifier of this move.
+            dry_run: Does nothing but say what would be done.
 
         Raises:
             NotFoundError: The owner has no such adapter, or it no such version.
             AbortedError: The alias has moved since.
-            FailedPreconditionError: A version is not ready, or they are for different bases.
+            FailedPreconditionError: The alias is frozen, a version is not ready, or they are for different bases.
             InvalidArgumentError: A version is named twice, or the alias cannot have this name.
         """
         name = alias or STABLE
         check_alias_name(name)
         if len({arm.version for arm in arms}) < len(arms):
             raise InvalidArgumentError.of([Violation("arms", "name a version twice")])
-        async with self._database.transaction(Scope.of_tenant(owner)) as connection:
-            await lock_adapter(connection, owner, adapter)
-            present = await _present(connection, owner, adapter, name)
-            _compare(present, expected_generation)
-            await _check_servable(connection, owner, adapter, [arm.version for arm in arms])
-            return await move(connection, owner, adapter, name, arms=arms)
+        content = [[arm.version, arm.weight] for arm in arms]
+        request = Request.of(owner, request_id, "SetAlias", adapter, name, content, expected_generation)
 
-    async def rollback(self, owner: str, adapter: str, alias: str, *, version: str, expected_generation: int | None) -> Alias:
+        async def choose(connection: AsyncConnection, present: Alias | None) -> Sequence[Arm]:
+            del present
+            await _check_servable(connection, owner, adapter, [arm.version for arm in arms])
+            return arms
+
+        return await self._move(request, adapter, name, choose, expected_generation=expected_generation, dry_run=dry_run)
+
+    async def rollback(
+        self,
+        owner: str,
+        adapter: str,
+        alias: str,
+        *,
+        version: str,
+        expected_generation: int | None,
+        request_id: str = "",
+        dry_run: bool = False,
+    ) -> Alias:
         """Points an alias back at a version that it served before.
 
         Args:
@@ -78,38 +109,146 @@ class Aliases:
             version: One that the alias served before; empty: the last one, still ready, that all of its traffic went to before it
                 went where it goes now.
             expected_generation: Generation that the caller saw; None moves it whatever it is.
+            request_id: The caller's own identifier of this move.
+            dry_run: Does nothing but say what would be done.
 
         Raises:
             NotFoundError: The owner has no such adapter, it no such alias, or no such version.
             AbortedError: The alias has moved since.
-            FailedPreconditionError: There is nothing to go back to, or the version is not ready or was never served by the alias.
+            FailedPreconditionError: There is nothing to go back to, the alias is frozen, or the version is not ready or was never
+                served by the alias.
         """
         name = alias or STABLE
-        async with self._database.transaction(Scope.of_tenant(owner)) as connection:
-            await lock_adapter(connection, owner, adapter)
-            present = await _present(connection, owner, adapter, name)
+        request = Request.of(owner, request_id, "Rollback", adapter, name, version, expected_generation)
+
+        async def choose(connection: AsyncConnection, present: Alias | None) -> Sequence[Arm]:
             if present is None:
-                raise NotFoundError("there is no such alias")
-            _compare(present, expected_generation)
+                raise NotFoundError(_NO_ALIAS)
             history = await _history(connection, owner, adapter, name)
             target = version or _last_whole(history, present)
             if version:
                 await _check_servable(connection, owner, adapter, [version])
                 if all(row.version != version for row in history):
                     raise FailedPreconditionError(f"alias {name!r} never served version {version}; set the alias instead")
-            return await move(connection, owner, adapter, name, arms=[Arm(target, _WHOLE)])
+            return [Arm(target, _WHOLE)]
+
+        return await self._move(request, adapter, name, choose, expected_generation=expected_generation, dry_run=dry_run)
+
+    async def promote(
+        self,
+        owner: str,
+        adapter: str,
+        alias: str,
+        *,
+        source: str,
+        version: str,
+        expected_generation: int | None,
+        request_id: str = "",
+        dry_run: bool = False,
+    ) -> Alias:
+        """Gives all of an alias's traffic to the version that another alias serves, or to one of its own arms.
+
+        Args:
+            owner: Tenant that owns the adapter.
+            adapter: Name of the adapter.
+            alias: Name of the alias that is moved; empty means `stable`.
+            source: Alias that serves one version alone; empty: `version` is an arm of the alias itself.
+            version: The arm; with a source, what it must serve, or empty.
+            expected_generation: Generation that the caller saw; None moves it whatever it is.
+            request_id: The caller's own identifier of this move.
+            dry_run: Does nothing but say what would be done.
+
+        Raises:
+            NotFoundError: The owner has no such adapter, or it no such alias.
+            AbortedError: The alias has moved since.
+            FailedPreconditionError: The alias is frozen, the source serves a split or another version, the version is no arm of
+                the alias, or it is not ready.
+            InvalidArgumentError: Neither source nor version is named.
+        """
+        name = alias or STABLE
+        check_alias_name(name)
+        if not source and not version:
+            raise InvalidArgumentError.of([Violation("source", "or a version must say what is promoted")])
+        request = Request.of(owner, request_id, "Promote", adapter, name, source, version, expected_generation)
+
+        async def choose(connection: AsyncConnection, present: Alias | None) -> Sequence[Arm]:
+            origin = await _present(connection, owner, adapter, source) if source else present
+            if origin is None:
+                raise NotFoundError(_NO_ALIAS)
+            target = version or origin.arms[0].version
+            if source and [arm.version for arm in origin.arms] != [target]:
+                raise FailedPreconditionError(f"alias {source!r} does not serve this version alone")
+            if all(arm.version != target for arm in origin.arms):
+                raise FailedPreconditionError(f"version {target} is no arm of alias {name!r}; set the alias instead")
+            await _check_servable(connection, owner, adapter, [target])
+            return [Arm(target, _WHOLE)]
+
+        return await self._move(request, adapter, name, choose, expected_generation=expected_generation, dry_run=dry_run)
+
+    async def freeze(self, owner: str, adapter: str, alias: str, *, frozen: bool, request_id: str = "") -> Alias:
+        """Forbids every move of an alias, or allows them again; a second time changes nothing.
+
+        Raises:
+            NotFoundError: The owner has no such adapter, or it no such alias.
+        """
+        name = alias or STABLE
+        request = Request.of(owner, request_id, "FreezeAlias", adapter, name, frozen)
+        columns = models.aliases.c
+        async with self._database.transaction(Scope.of_tenant(owner), refusals=RACED) as connection:
+            known = await answered(connection, request)
+            if known is not None:
+                return alias_from_json(known)
+            await lock_adapter(connection, owner, adapter)
+            present = await _present(connection, owner, adapter, name)
+            if present is None:
+                raise NotFoundError(_NO_ALIAS)
+            mine = (columns.tenant == owner, columns.adapter == adapter, columns.name == name)
+            await connection.execute(update(models.aliases).where(*mine).values(frozen=frozen))
+            changed = replace(present, frozen=frozen)
+            await keep(connection, request, alias_to_json(changed))
+        return changed
+
+    async def _move(
+        self, request: Request, adapter: str, name: str, choose: _Choose, *, expected_generation: int | None, dry_run: bool
+    ) -> Alias:
+        owner = request.tenant
+        async with self._database.transaction(Scope.of_tenant(owner), refusals=RACED, dry_run=dry_run) as connection:
+            known = await answered(connection, request)
+            if known is not None:
+                return alias_from_json(known)
+            await lock_adapter(connection, owner, adapter)
+            present = await _present(connection, owner, adapter, name)
+            _compare(present, expected_generation)
+            moved = await move(connection, owner, adapter, name, arms=await choose(connection, present))
+            await keep(connection, request, alias_to_json(moved))
+        return moved
+
+
+def refuse_frozen(alias: Alias) -> None:
+    """Refuses to move a frozen alias.
+
+    Raises:
+        FailedPreconditionError: It is frozen.
+    """
+    if alias.frozen:
+        raise FailedPreconditionError(f"alias {alias.name!r} is frozen; unfreeze it first")
 
 
 async def move(connection: AsyncConnection, owner: str, adapter: str, alias: str, *, arms: Sequence[Arm]) -> Alias:
-    """Moves an alias, or makes it, and tells the feed. The caller holds the adapter's lock and has checked the versions."""
+    """Moves an alias, or makes it, and tells the feed. The caller holds the adapter's lock and has checked the versions.
+
+    Without arms it points at nothing; its generation stays, so that it never seems older than it was.
+
+    Raises:
+        FailedPreconditionError: The alias is frozen.
+    """
     columns = models.aliases.c
-    mine = (columns.tenant == owner, columns.adapter == adapter, columns.name == alias)
-    changed = update(models.aliases).where(*mine).values(generation=columns.generation + 1, update_time=func.now())
     made = insert(models.aliases).values(tenant=owner, adapter=adapter, name=alias, generation=1)
-    wanted = (columns.generation, columns.update_time)
-    row = (await connection.execute(changed.returning(*wanted))).one_or_none()
-    if row is None:
-        row = (await connection.execute(made.returning(*wanted))).one()
+    next_one = {"generation": columns.generation + 1, "update_time": func.now()}
+    query = made.on_conflict_do_update(constraint="pk_aliases", set_=next_one)
+    row = (await connection.execute(query.returning(columns.generation, columns.update_time, columns.frozen))).one()
+    moved = Alias(alias, row.generation, tuple(arms), row.update_time, row.frozen)
+    refuse_frozen(moved)
     rows = [
         {
             "tenant": owner,
@@ -122,11 +261,12 @@ async def move(connection: AsyncConnection, owner: str, adapter: str, alias: str
         }
         for position, arm in enumerate(arms)
     ]
-    await connection.execute(insert(models.arms), rows)
+    if rows:
+        await connection.execute(insert(models.arms), rows)
     version = arms[0].version if len(arms) == 1 else ""
     change = Change(kind=ChangeKind.ALIAS, tenant=owner, adapter=adapter, version=version, generation=row.generation)
     await record(connection, change)
-    return Alias(alias, row.generation, tuple(arms), row.update_time)
+    return moved
 
 
 async def _present(connection: AsyncConnection, owner: str, adapter: str, alias: str) -> Alias | None:

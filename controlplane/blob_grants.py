@@ -10,15 +10,17 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
-from controlplane.blobs import Blobs
+from controlplane.blobs import Blobs, upload_folder
 from controlplane.catalog import NO_VERSION, READY
-from controlplane.db import NODE, Database
+from controlplane.db import NODE, Database, Scope, set_scope
 from controlplane.spool import CONFIG, WEIGHTS
 from controlplane.vault import Vault
 from veneer.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError
@@ -63,7 +65,7 @@ class BlobGrants:
         self._clock = clock
 
     async def give(self, node_id: str, version: str) -> BlobGrant:
-        """Lets a node read the files of a version.
+        """Lets a node read the files of a version, and notes it: they are not removed from the store before the grant has ended.
 
         Raises:
             NotFoundError: There is no such version.
@@ -71,27 +73,36 @@ class BlobGrants:
         """
         v, n = models.versions.c, models.nodes.c
         is_for_node = select(n.base_digest == v.base_digest).where(n.id == uuid.UUID(node_id)).scalar_subquery()
-        query = select(models.versions, is_for_node.label("is_for_node")).where(v.digest == version)
-        async with self._database.transaction(NODE) as connection:
-            row = (await connection.execute(query)).one_or_none()
-        if row is None:
-            raise NotFoundError(NO_VERSION)
-        if not row.is_for_node:
-            raise FailedPreconditionError(f"version {version} is for another base")
-        if row.state != READY:
-            raise FailedPreconditionError(f"version {version} is {row.state.lower()}")
+        query = select(v.tenant, is_for_node.label("is_for_node")).where(v.digest == version)
         end = int(self._clock() + self._lifetime_s)
+        async with self._database.transaction(NODE) as connection:
+            found = (await connection.execute(query)).one_or_none()
+            if found is None:
+                raise NotFoundError(NO_VERSION)
+            if not found.is_for_node:
+                raise FailedPreconditionError(f"version {version} is for another base")
+            # A node sees versions and writes nothing: from here on the transaction acts for the version's owner.
+            await set_scope(connection, Scope.of_tenant(found.tenant))
+            mine = (v.tenant == found.tenant, v.digest == version)
+            held = select(models.versions).where(*mine).with_for_update(read=True, key_share=True)  # a deletion waits
+            row = (await connection.execute(held)).one_or_none()
+            if row is None:
+                raise NotFoundError(NO_VERSION)
+            if row.state != READY:
+                raise FailedPreconditionError(f"version {version} is {row.state.lower()}")
+            folder = upload_folder(version, row.upload)
+            await _note_lease(connection, found.tenant, folder, node_id=node_id, lifetime_s=self._lifetime_s)
         files = ((CONFIG, row.config_digest, row.config_bytes), (WEIGHTS, row.weights_digest, row.weights_bytes))
         blobs = [
-            Blob(name, digest, size_bytes, await self._blobs.sign(version, digest, lifetime_s=self._lifetime_s))
+            Blob(name, digest, size_bytes, await self._blobs.sign(folder, digest, lifetime_s=self._lifetime_s))
             for name, digest, size_bytes in files
         ]
-        token = self._seal({"node": node_id, "version": version, "files": [blob.digest for blob in blobs], "end": end})
+        token = self._seal({"node": node_id, "folder": folder, "files": [blob.digest for blob in blobs], "end": end})
         expire_time = datetime.fromtimestamp(end, UTC)
         return BlobGrant(token=token, blobs=tuple(blobs), expire_time=expire_time, base_digest=row.base_digest, owner=row.tenant)
 
     def check(self, node_id: str, token: str, *, digest: str) -> str:
-        """The version whose file a node may read under a grant.
+        """The folder of the store from which a node may read a file under a grant.
 
         Raises:
             PermissionDeniedError: The grant is none of ours, another node's, at its end, or does not cover the file.
@@ -103,7 +114,7 @@ class BlobGrants:
             raise PermissionDeniedError("the grant has ended")
         if digest not in grant["files"]:
             raise PermissionDeniedError("the grant does not cover this file")
-        return str(grant["version"])
+        return str(grant["folder"])
 
     def _seal(self, grant: dict[str, object]) -> str:
         body = json.dumps(grant, separators=(",", ":"), sort_keys=True).encode()
@@ -119,3 +130,15 @@ class BlobGrants:
             raise PermissionDeniedError("the grant is not valid")
         grant: dict[str, Any] = json.loads(body)
         return grant
+
+
+async def _note_lease(connection: AsyncConnection, owner: str, folder: str, *, node_id: str, lifetime_s: float) -> None:
+    row = {
+        "tenant": owner,
+        "folder": folder,
+        "node": uuid.UUID(node_id),
+        "end_time": func.now() + timedelta(seconds=lifetime_s + _LEEWAY_S),
+    }
+    query = insert(models.blob_leases).values(row)
+    later = {"end_time": func.greatest(models.blob_leases.c.end_time, query.excluded.end_time)}
+    await connection.execute(query.on_conflict_do_update(constraint="pk_blob_leases", set_=later))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
+from uuid import UUID
 
 import obstore
 from obstore.exceptions import AlreadyExistsError as ObjectExistsError
@@ -29,9 +30,9 @@ class Blobs:
 
     Any task may call it; the store is called in threads, since its own async calls are not safe when the process ends.
 
-    A file lies at `<first two digits of the version>/<version digest>/<file digest>`: no name that a caller chose is ever part
-    of a path, and since a version's digest covers its owner, equal files of two tenants are two objects. Nobody gains time by
-    another's upload.
+    A file lies at `<folder>/<file digest>`, and every upload has a folder of its own (`upload_folder`): no name that a caller
+    chose is ever part of a path, equal files of two tenants are two objects, so that nobody gains time by another's upload, and
+    a folder that was removed is never written again.
     """
 
     def __init__(self, url: str) -> None:
@@ -40,29 +41,31 @@ class Blobs:
         Raises:
             ValueError: The address is not one of an object store.
         """
-        self._can_sign = urlsplit(url).scheme in _SIGNING
-        is_folder = urlsplit(url).scheme == "file"
+        parts = urlsplit(url)
+        self._can_sign = parts.scheme in _SIGNING
+        is_folder = parts.scheme == "file"
+        self._root = Path(unquote(parts.path)) if is_folder else None
         try:
             self._store: Any = from_url(url, mkdir=True) if is_folder else from_url(url)
         except (BaseError, ValueError) as error:
             raise ValueError(f"VENEER_CONTROLPLANE_STORE_URL: {error}") from error
 
-    async def put(self, version: str, digest: str, file: Path) -> None:
-        """Writes a file of a version; doing it again changes nothing.
+    async def put(self, folder: str, digest: str, file: Path) -> None:
+        """Writes a file into a folder; doing it again changes nothing.
 
         Raises:
             UnavailableError: The store is away.
         """
-        await asyncio.to_thread(self._put, _path(version, digest), file)
+        await asyncio.to_thread(self._put, _path(folder, digest), file)
 
-    async def read(self, version: str, digest: str, *, offset: int) -> AsyncIterator[bytes]:
+    async def read(self, folder: str, digest: str, *, offset: int) -> AsyncIterator[bytes]:
         """Reads a file from an offset to its end, in parts of at most 1 MiB.
 
         Raises:
             DataLossError: The store has no such object.
             UnavailableError: The store is away.
         """
-        chunks = await asyncio.to_thread(self._open, _path(version, digest), offset)
+        chunks = await asyncio.to_thread(self._open, _path(folder, digest), offset)
         while True:
             chunk = await asyncio.to_thread(_next, chunks)
             if chunk is None:
@@ -70,13 +73,30 @@ class Blobs:
             for start in range(0, len(chunk), _MAX_PART_BYTES):
                 yield chunk[start : start + _MAX_PART_BYTES]
 
-    async def sign(self, version: str, digest: str, *, lifetime_s: float) -> str:
+    async def sign(self, folder: str, digest: str, *, lifetime_s: float) -> str:
         """An address from which the file can be read for a while; empty when the store cannot sign."""
         if not self._can_sign:
             return ""
         lifetime = timedelta(seconds=lifetime_s)
         with _translated():
-            return str(await asyncio.to_thread(obstore.sign, self._store, "GET", _path(version, digest), lifetime))
+            return str(await asyncio.to_thread(obstore.sign, self._store, "GET", _path(folder, digest), lifetime))
+
+    async def remove(self, folder: str) -> int:
+        """Removes a folder and the files in it, not those of folders within; returns how many there were.
+
+        Raises:
+            UnavailableError: The store is away; some files may be gone.
+        """
+        return await asyncio.to_thread(self._remove, folder)
+
+    def _remove(self, folder: str) -> int:
+        with _translated():
+            paths = [one["path"] for one in obstore.list_with_delimiter(self._store, folder)["objects"]]
+            if paths:
+                obstore.delete(self._store, paths)
+        if self._root is not None:
+            _remove_folder(self._root / folder)
+        return len(paths)
 
     def _put(self, path: str, file: Path) -> None:
         size_bytes = file.stat().st_size
@@ -104,8 +124,24 @@ class Blobs:
             return iter(result.stream(min_chunk_size=_MIN_CHUNK_BYTES))
 
 
-def _path(version: str, digest: str) -> str:
-    return f"{version[:2]}/{version}/{digest}"
+def upload_folder(version: str, upload: UUID | None) -> str:
+    """Folder of an upload of a version; None names that of the layout in which a version had one folder for ever."""
+    folder = f"{version[:2]}/{version}"
+    return folder if upload is None else f"{folder}/{upload.hex}"
+
+
+def _path(folder: str, digest: str) -> str:
+    return f"{folder}/{digest}"
+
+
+def _remove_folder(path: Path) -> None:
+    """Removes a folder on disk with what a writer that was killed left in it, which no listing shows; a folder within stays."""
+    with suppress(OSError):
+        for left in path.iterdir():
+            if left.is_file():
+                left.unlink(missing_ok=True)
+        path.rmdir()
+        path.parent.rmdir()
 
 
 def _next(chunks: Iterator[bytes]) -> bytes | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -42,12 +42,21 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A name that points at one version or at a weighted split; `generation` counts its moves."""
+    """A name that points at one version or at a weighted split, or at nothing any more.
+
+    Attributes:
+        name: Unique in its adapter.
+        generation: Counts its moves.
+        arms: What it points at.
+        update_time: When it was last moved.
+        frozen: It cannot be moved.
+    """
 
     name: str
     generation: int
     arms: tuple[Arm, ...]
     update_time: datetime
+    frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,9 @@ class Version:
     label: str
     create_time: datetime
     retire_time: datetime | None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    training_run: str = ""
+    data_digest: str = ""
 
 
 class Catalog:
@@ -91,7 +103,7 @@ class Catalog:
             NotFoundError: The owner has no such adapter.
         """
         columns = models.adapters.c
-        query = select(models.adapters).where(columns.tenant == owner, columns.name == name)
+        query = select(models.adapters).where(columns.tenant == owner, columns.name == name, columns.delete_time.is_(None))
         async with self._database.transaction(Scope.of_tenant(owner)) as connection:
             found = await _with_aliases(connection, owner, (await connection.execute(query)).all())
         if not found:
@@ -103,7 +115,8 @@ class Catalog:
         limit = page_limit(page_size)
         start = page_start("adapters", token, kinds=[str])
         columns = models.adapters.c
-        query = select(models.adapters).where(columns.tenant == owner).order_by(columns.name).limit(limit + 1)
+        mine = (columns.tenant == owner, columns.delete_time.is_(None))
+        query = select(models.adapters).where(*mine).order_by(columns.name).limit(limit + 1)
         if start is not None:
             query = query.where(columns.name > start[0])
         async with self._database.transaction(Scope.of_tenant(owner)) as connection:
@@ -124,7 +137,8 @@ class Catalog:
         if start is not None:
             query = query.where(columns.number < start[0])
         query = query.order_by(columns.number.desc()).limit(limit + 1)
-        exists = select(models.adapters.c.name).where(models.adapters.c.tenant == owner, models.adapters.c.name == adapter)
+        a = models.adapters.c
+        exists = select(a.name).where(a.tenant == owner, a.name == adapter, a.delete_time.is_(None))
         async with self._database.transaction(Scope.of_tenant(owner)) as connection:
             rows = (await connection.execute(query)).all()
             if not rows and (await connection.execute(exists)).one_or_none() is None:
@@ -132,19 +146,19 @@ class Catalog:
         versions = [version_of(row) for row in rows[:limit]]
         return versions, page_token(f"versions/{adapter}", [versions[-1].number]) if len(rows) > limit else ""
 
-    async def retire(self, owner: str, adapter: str, digest: str) -> Version:
+    async def retire(self, owner: str, adapter: str, digest: str, *, dry_run: bool = False) -> Version:
         """Ends a version for new requests; a second time changes nothing.
 
         Raises:
             NotFoundError: The owner has no such adapter or version.
             FailedPreconditionError: An alias points at it.
         """
-        async with self._database.transaction(Scope.of_tenant(owner)) as connection:
+        async with self._database.transaction(Scope.of_tenant(owner), dry_run=dry_run) as connection:
             await lock_adapter(connection, owner, adapter)
             version = await find_version(connection, owner, adapter, digest)
             if version.state == RETIRED:
                 return version
-            held_by = await _pointing_at(connection, version)
+            held_by = [alias.name for alias in await pointing_at(connection, version)]
             if held_by:
                 raise FailedPreconditionError(f"version {digest} is served by the alias {', '.join(held_by)}; move it first")
             return await change_state(connection, version, RETIRED)
@@ -157,7 +171,8 @@ async def lock_adapter(connection: AsyncConnection, owner: str, adapter: str) ->
         NotFoundError: The owner has no such adapter.
     """
     columns = models.adapters.c
-    query = select(columns.num_versions).where(columns.tenant == owner, columns.name == adapter).with_for_update()
+    mine = (columns.tenant == owner, columns.name == adapter, columns.delete_time.is_(None))
+    query = select(columns.num_versions).where(*mine).with_for_update()
     num_versions = (await connection.execute(query)).scalar_one_or_none()
     if num_versions is None:
         raise NotFoundError(NO_ADAPTER)
@@ -193,11 +208,14 @@ async def change_state(connection: AsyncConnection, version: Version, state: str
 async def aliases_of(
     connection: AsyncConnection, owner: str, adapters: Sequence[str], *, alias: str | None = None
 ) -> dict[str, list[Alias]]:
-    """Present aliases of adapters by the adapter's name, each list by alias name; all of them, or the one with a name."""
+    """Present aliases of adapters by the adapter's name, each list by alias name; all of them, or the one with a name.
+
+    An alias that points at nothing any more is none.
+    """
     a, b = models.aliases.c, models.arms.c
     same = and_(b.tenant == a.tenant, b.adapter == a.adapter, b.alias == a.name, b.generation == a.generation)
     query = (
-        select(a.adapter, a.name, a.generation, a.update_time, b.version, b.weight)
+        select(a.adapter, a.name, a.generation, a.update_time, a.frozen, b.version, b.weight)
         .join(models.arms, same)
         .where(a.tenant == owner, a.adapter.in_(adapters))
         .order_by(a.adapter, a.name, b.position)
@@ -209,9 +227,9 @@ async def aliases_of(
         aliases = found.setdefault(row.adapter, [])
         arm = Arm(row.version, row.weight)
         if aliases and aliases[-1].name == row.name:
-            aliases[-1] = Alias(row.name, row.generation, (*aliases[-1].arms, arm), row.update_time)
+            aliases[-1] = replace(aliases[-1], arms=(*aliases[-1].arms, arm))
         else:
-            aliases.append(Alias(row.name, row.generation, (arm,), row.update_time))
+            aliases.append(Alias(row.name, row.generation, (arm,), row.update_time, row.frozen))
     return found
 
 
@@ -229,6 +247,9 @@ def version_of(row: Row[Any]) -> Version:
         label=row.label,
         create_time=row.create_time,
         retire_time=row.retire_time,
+        labels=row.labels,
+        training_run=row.training_run,
+        data_digest=row.data_digest,
     )
 
 
@@ -237,6 +258,7 @@ async def _with_aliases(connection: AsyncConnection, owner: str, rows: Sequence[
     return [Adapter(owner, row.name, tuple(aliases.get(row.name, ())), row.num_versions, row.create_time) for row in rows]
 
 
-async def _pointing_at(connection: AsyncConnection, version: Version) -> list[str]:
+async def pointing_at(connection: AsyncConnection, version: Version) -> list[Alias]:
+    """Aliases that serve a version."""
     present = (await aliases_of(connection, version.owner, [version.adapter])).get(version.adapter, [])
-    return [alias.name for alias in present if any(arm.version == version.digest for arm in alias.arms)]
+    return [alias for alias in present if any(arm.version == version.digest for arm in alias.arms)]

@@ -11,6 +11,7 @@ import grpc
 from controlplane.aliases import Aliases
 from controlplane.bases import Bases
 from controlplane.catalog import Arm, Catalog
+from controlplane.deletion import Deletion
 from controlplane.publish import Publisher, PublishOrder
 from controlplane.spool import CONFIG, WEIGHTS, Part
 from controlplane.wire import adapter_message, alias_message, base_description, base_message, version_message
@@ -42,9 +43,10 @@ class BaseServicer(bases_pb2_grpc.BaseServiceServicer):
 class CatalogServicer(catalog_pb2_grpc.CatalogServiceServicer):
     """Serves the caller's own part of the catalogue: the tenant is always that of the credential."""
 
-    def __init__(self, catalog: Catalog, aliases: Aliases, publisher: Publisher) -> None:
+    def __init__(self, catalog: Catalog, aliases: Aliases, deletion: Deletion, publisher: Publisher) -> None:
         self._catalog = catalog
         self._aliases = aliases
+        self._deletion = deletion
         self._publisher = publisher
 
     async def Publish(
@@ -60,7 +62,14 @@ class CatalogServicer(catalog_pb2_grpc.CatalogServiceServicer):
             raise InvalidArgumentError.of([Violation("header", "must be the first message of the stream")])
         header = first.header
         order = PublishOrder(
-            adapter=header.adapter, base=header.base, request_id=header.request_id, label=header.label, alias=header.alias
+            adapter=header.adapter,
+            base=header.base,
+            request_id=header.request_id,
+            label=header.label,
+            labels=dict(header.labels),
+            training_run=header.training_run,
+            data_digest=header.data_digest,
+            alias=header.alias,
         )
         published = await self._publisher.publish(current_identity().tenant, order, parts=_parts(requests))
         alias = None if published.alias is None else alias_message(published.alias)
@@ -91,6 +100,8 @@ class CatalogServicer(catalog_pb2_grpc.CatalogServiceServicer):
             request.alias,
             arms=[Arm(arm.version, arm.weight) for arm in request.arms],
             expected_generation=_expected(request),
+            request_id=request.request_id,
+            dry_run=request.dry_run,
         )
         return catalog_pb2.SetAliasResponse(alias=alias_message(alias))
 
@@ -102,18 +113,72 @@ class CatalogServicer(catalog_pb2_grpc.CatalogServiceServicer):
             request.alias,
             version=request.version,
             expected_generation=_expected(request),
+            request_id=request.request_id,
+            dry_run=request.dry_run,
         )
         return catalog_pb2.RollbackResponse(alias=alias_message(alias))
+
+    async def Promote(self, request: catalog_pb2.PromoteRequest, context: _Context) -> catalog_pb2.PromoteResponse:
+        """See the API."""
+        alias = await self._aliases.promote(
+            current_identity().tenant,
+            request.adapter,
+            request.alias,
+            source=request.source,
+            version=request.version,
+            expected_generation=_expected(request),
+            request_id=request.request_id,
+            dry_run=request.dry_run,
+        )
+        return catalog_pb2.PromoteResponse(alias=alias_message(alias))
+
+    async def FreezeAlias(self, request: catalog_pb2.FreezeAliasRequest, context: _Context) -> catalog_pb2.FreezeAliasResponse:
+        """See the API."""
+        owner = current_identity().tenant
+        alias = await self._aliases.freeze(
+            owner, request.adapter, request.alias, frozen=request.frozen, request_id=request.request_id
+        )
+        return catalog_pb2.FreezeAliasResponse(alias=alias_message(alias))
 
     async def RetireVersion(
         self, request: catalog_pb2.RetireVersionRequest, context: _Context
     ) -> catalog_pb2.RetireVersionResponse:
         """See the API."""
-        version = await self._catalog.retire(current_identity().tenant, request.adapter, request.version)
+        owner = current_identity().tenant
+        version = await self._catalog.retire(owner, request.adapter, request.version, dry_run=request.dry_run)
         return catalog_pb2.RetireVersionResponse(version=version_message(version))
 
+    async def DeleteVersion(
+        self, request: catalog_pb2.DeleteVersionRequest, context: _Context
+    ) -> catalog_pb2.DeleteVersionResponse:
+        """See the API."""
+        deleted = await self._deletion.version(
+            current_identity().tenant,
+            request.adapter,
+            request.version,
+            force=request.force,
+            request_id=request.request_id,
+            dry_run=request.dry_run,
+        )
+        return catalog_pb2.DeleteVersionResponse(
+            version=version_message(deleted.versions[0]), aliases=map(alias_message, deleted.aliases)
+        )
 
-def _expected(request: catalog_pb2.SetAliasRequest | catalog_pb2.RollbackRequest) -> int | None:
+    async def DeleteAdapter(
+        self, request: catalog_pb2.DeleteAdapterRequest, context: _Context
+    ) -> catalog_pb2.DeleteAdapterResponse:
+        """See the API."""
+        deleted = await self._deletion.adapter(
+            current_identity().tenant,
+            request.adapter,
+            force=request.force,
+            request_id=request.request_id,
+            dry_run=request.dry_run,
+        )
+        return catalog_pb2.DeleteAdapterResponse(num_versions=deleted.num_versions, aliases=map(alias_message, deleted.aliases))
+
+
+def _expected(request: catalog_pb2.SetAliasRequest | catalog_pb2.RollbackRequest | catalog_pb2.PromoteRequest) -> int | None:
     return request.expected_generation if request.HasField("expected_generation") else None
 
 

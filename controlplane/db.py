@@ -72,13 +72,14 @@ class Database:
 
     @asynccontextmanager
     async def transaction(
-        self, scope: Scope, *, refusals: Mapping[str, VeneerError] | None = None
+        self, scope: Scope, *, refusals: Mapping[str, VeneerError] | None = None, dry_run: bool = False
     ) -> AsyncIterator[AsyncConnection]:
         """Runs a transaction of the application role in a scope; commits at the end of the block, rolls back on an error.
 
         Args:
             scope: Whose rows it sees.
             refusals: Error to raise when a constraint of this name is violated.
+            dry_run: Rolls back at the end of the block too, so that all was tried and nothing happened.
 
         Raises:
             UnavailableError: The database is away, or no connection came free in time.
@@ -89,6 +90,8 @@ class Database:
             async with self.app.begin() as connection:
                 await set_scope(connection, scope)
                 yield connection
+                if dry_run:
+                    await connection.rollback()
 
     async def close(self) -> None:
         """Closes all connections."""

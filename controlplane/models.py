@@ -26,6 +26,7 @@ from sqlalchemy import (
     UniqueConstraint,
     Uuid,
     func,
+    text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.types import UserDefinedType
@@ -162,8 +163,10 @@ adapters = Table(
     Column("name", Text, nullable=False),
     Column("num_versions", BigInteger, nullable=False),
     _created(),
+    Column("delete_time", _TIME),
     PrimaryKeyConstraint("tenant", "name"),
     CheckConstraint("name ~ '^[a-z0-9]([a-z0-9._-]{0,98}[a-z0-9])?$'", name="name"),
+    Index("ix_adapters_tenant_name_live", "tenant", "name", postgresql_where=text("delete_time IS NULL")),
 )
 
 versions = Table(
@@ -184,6 +187,10 @@ versions = Table(
     Column("label", Text, nullable=False),
     _created(),
     Column("retire_time", _TIME),
+    Column("upload", Uuid),  # part of the name of its folder in the store; versions of the first layout have none
+    Column("labels", JSONB, nullable=False, server_default="{}"),
+    Column("training_run", Text, nullable=False, server_default=""),
+    Column("data_digest", Text, nullable=False, server_default=""),
     PrimaryKeyConstraint("tenant", "digest"),
     UniqueConstraint("digest"),
     UniqueConstraint("tenant", "adapter", "number"),
@@ -202,6 +209,7 @@ aliases = Table(
     Column("name", Text, nullable=False),
     Column("generation", BigInteger, nullable=False),
     Column("update_time", _TIME, nullable=False, server_default=func.now()),
+    Column("frozen", Boolean, nullable=False, server_default=text("false")),
     PrimaryKeyConstraint("tenant", "adapter", "name"),
     ForeignKeyConstraint(["tenant", "adapter"], ["adapters.tenant", "adapters.name"]),
     CheckConstraint("generation >= 1", name="generation"),
@@ -224,6 +232,7 @@ arms = Table(
     ForeignKeyConstraint(["tenant", "adapter", "alias"], ["aliases.tenant", "aliases.adapter", "aliases.name"]),
     ForeignKeyConstraint(["tenant", "adapter", "version"], ["versions.tenant", "versions.adapter", "versions.digest"]),
     CheckConstraint("weight BETWEEN 1 AND 10000", name="weight"),
+    Index("ix_arms_tenant_adapter_version", "tenant", "adapter", "version"),
 )
 
 grants = Table(
@@ -239,17 +248,50 @@ grants = Table(
     Index("ix_grants_grantee_tenant_adapter", "grantee", "tenant", "adapter"),
 )
 
-publish_requests = Table(
-    "publish_requests",
+# Answers of writes by the caller's own identifier of each; see `controlplane.answers`.
+requests = Table(
+    "requests",
     metadata,
     Column("tenant", Text, ForeignKey("tenants.name"), nullable=False),
     Column("request_id", Text, nullable=False),
     Column("fingerprint", LargeBinary, nullable=False),
-    Column("version", Text, nullable=False),
-    Column("alias", JSONB),
     _created(),
+    Column("method", Text, nullable=False, server_default="Publish"),
+    Column("answer", JSONB, nullable=False),
     PrimaryKeyConstraint("tenant", "request_id"),
-    ForeignKeyConstraint(["tenant", "version"], ["versions.tenant", "versions.digest"]),
+)
+
+# Folders of the store that no version owns: an upload that is not published yet or never was, and what a deleted version left.
+uploads = Table(
+    "uploads",
+    metadata,
+    Column("tenant", Text, nullable=False),
+    Column("folder", Text, nullable=False),
+    Column("taken", Boolean, nullable=False),
+    Column("collect_time", _TIME, nullable=False),
+    _created(),
+    PrimaryKeyConstraint("tenant", "folder"),
+    Index("ix_uploads_collect_time", "collect_time"),
+)
+
+# Nodes that may still read a folder.
+blob_leases = Table(
+    "blob_leases",
+    metadata,
+    Column("tenant", Text, nullable=False),
+    Column("folder", Text, nullable=False),
+    Column("node", Uuid, nullable=False),
+    Column("end_time", _TIME, nullable=False),
+    PrimaryKeyConstraint("tenant", "folder", "node"),
+    Index("ix_blob_leases_end_time", "end_time"),
+)
+
+# Terms of the jobs that one process at a time does; see `controlplane.leader`.
+leaders = Table(
+    "leaders",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("epoch", BigInteger, nullable=False),
 )
 
 reports = Table(

@@ -110,8 +110,8 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
 
     async def ReadBlob(self, request: nodes_pb2.ReadBlobRequest, context: _Context) -> AsyncIterator[nodes_pb2.ReadBlobResponse]:
         """See the API."""
-        version = self._grants.check(current_identity().key_id, request.grant, digest=request.digest)
-        async for data in self._blobs.read(version, request.digest, offset=request.offset):
+        folder = self._grants.check(current_identity().key_id, request.grant, digest=request.digest)
+        async for data in self._blobs.read(folder, request.digest, offset=request.offset):
             yield nodes_pb2.ReadBlobResponse(data=data)
 
     async def ListChanges(self, request: nodes_pb2.ListChangesRequest, context: _Context) -> nodes_pb2.ListChangesResponse:

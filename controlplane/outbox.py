@@ -49,7 +49,7 @@ _TRIM = text("""
     FROM (SELECT xid, id FROM gone ORDER BY xid DESC, id DESC LIMIT 1) last WHERE (last.xid, last.id) > (f.xid, f.id)
 """)
 _TRIM_OUTBOX = text("DELETE FROM outbox WHERE create_time < now() - make_interval(secs => :age)")
-_TRIM_REQUESTS = text("DELETE FROM publish_requests WHERE create_time < now() - make_interval(secs => :age)")
+_TRIM_REQUESTS = text("DELETE FROM requests WHERE create_time < now() - make_interval(secs => :age)")
 
 
 class Relay:
@@ -106,7 +106,7 @@ class Relay:
         return len(rows)
 
     async def trim(self) -> None:
-        """Removes changes and publish answers past their retention, and hints that Redis was away for as long."""
+        """Removes changes and stored answers past their retention, and hints that Redis was away for as long."""
         with translated():
             async with self._engine.begin() as connection:
                 await connection.execute(_TRIM, {"age": self._retention_s})

@@ -8,23 +8,34 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
+from uuid import UUID, uuid4
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from sqlalchemy import Row, select, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
 from controlplane.aliases import check_alias_name, move
+from controlplane.answers import (
+    RACED,
+    Request,
+    alias_from_json,
+    alias_to_json,
+    answered,
+    keep,
+    version_from_json,
+    version_to_json,
+)
 from controlplane.bases import Bases
-from controlplane.blobs import Blobs
-from controlplane.catalog import READY, STABLE, Alias, Arm, Version, lock_adapter, version_of
+from controlplane.blobs import Blobs, upload_folder
+from controlplane.catalog import READY, STABLE, Alias, Arm, Version, version_of
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
+from controlplane.deletion import note_uploads
 from controlplane.settings import Settings
 from controlplane.spool import CONFIG, WEIGHTS, Part, Received, Spool
 from veneer.artifact import BaseDescription, Limits, Report, version_digest
@@ -42,6 +53,9 @@ class PublishOrder:
         base: Digest or name of the base.
         request_id: The caller's own identifier of this publish.
         label: Free text.
+        labels: Names and values of the owner's choice.
+        training_run: Where it comes from: the run that trained it.
+        data_digest: Where it comes from: the digest of what it was trained on.
         alias: Alias to point at the new version; empty: none, but an adapter's first version becomes `stable`.
     """
 
@@ -49,6 +63,9 @@ class PublishOrder:
     base: str
     request_id: str
     label: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    training_run: str = ""
+    data_digest: str = ""
     alias: str = ""
 
 
@@ -85,8 +102,8 @@ class Publisher:
 
     No tenant may have all uploads, so that nobody can hold the others up by being slow.
 
-    Nothing is visible before the transaction at the end: a crash earlier leaves at most an object in the store that no row
-    names, and the same publish again finishes it.
+    Nothing is visible before the transaction at the end. What a crash leaves in the store before that is named by a row of
+    `uploads`, which is written first and which the collector goes by; the same publish again makes an upload of its own.
     """
 
     def __init__(self, database: Database, blobs: Blobs, settings: Settings, *, check: Check, metrics: PublishMetrics) -> None:
@@ -120,8 +137,7 @@ class Publisher:
         """
         if order.alias:
             check_alias_name(order.alias)
-        if "\x00" in order.label:  # it would be refused by the last transaction, when the files are stored already
-            raise InvalidArgumentError.of([Violation("header.label", "must not hold a NUL character")])
+        _check_texts(order)
         base = await self._bases.find(order.base)
         limits = {CONFIG: self._settings.max_config_bytes, WEIGHTS: self._settings.max_weights_bytes}
         spool = Spool(self._settings.spool_folder, limits, part_timeout_s=self._settings.part_timeout_s)
@@ -139,9 +155,7 @@ class Publisher:
                     self._metrics.repeated.inc()
                     return published
                 report = await self._checked(draft)
-                for file in files.values():
-                    await self._blobs.put(draft.digest, file.digest, file.path)
-                return await self._commit(draft, report)
+                return await self._store(draft, report)
 
     async def _stored(self, draft: _Draft) -> Published | None:
         """The answer that was given to this request_id before; None when it is new and its content too."""
@@ -157,35 +171,51 @@ class Publisher:
                 config, weights = draft.files[CONFIG].path, draft.files[WEIGHTS].path
                 return await self._check(config, weights, draft.base, self._limits, timeout_s=self._settings.check_timeout_s)
 
-    async def _commit(self, draft: _Draft, report: Report) -> Published:
+    async def _store(self, draft: _Draft, report: Report) -> Published:
+        """Writes the files where the collector would find them, and publishes them there.
+
+        Raises:
+            DeadlineExceededError: It took so long that the collector may have come first.
+        """
+        folder = upload_folder(draft.digest, draft.upload)
+        grace_s = self._settings.upload_grace_s
+        async with self._database.transaction(Scope.of_tenant(draft.owner)) as connection:
+            await note_uploads(connection, draft.owner, [folder], grace_s=grace_s, are_written=False)
+        try:
+            async with asyncio.timeout(grace_s / 2):
+                for file in draft.files.values():
+                    await self._blobs.put(folder, file.digest, file.path)
+                published, is_ours = await self._commit(draft, report, folder=folder)
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"storing the files took longer than {grace_s / 2:g} s") from error
+        if is_ours:
+            self._metrics.published.inc()
+        else:
+            self._metrics.repeated.inc()
+        return published
+
+    async def _commit(self, draft: _Draft, report: Report, *, folder: str) -> tuple[Published, bool]:
+        """The version, and whether this upload became it rather than one of another process."""
         owner, order = draft.owner, draft.order
         refusals = {
             "pk_versions": AlreadyExistsError(f"this content was published already as version {draft.digest}"),
-            "pk_publish_requests": AbortedError("the same request_id is being published; try again", retry_after_s=0.5),
+            **RACED,
         }
         async with self._database.transaction(Scope.of_tenant(owner), refusals=refusals) as connection:
-            made = insert(models.adapters).values(tenant=owner, name=order.adapter, num_versions=0)
-            await connection.execute(made.on_conflict_do_nothing())
-            number = await lock_adapter(connection, owner, order.adapter) + 1
+            number = await _lock_or_make_adapter(connection, owner, order.adapter) + 1
             published = await _answered(connection, draft)  # by another process, while this one waited for the lock
             if published is not None:
-                return published
+                return published, False
             await _refuse_known(connection, draft)
+            await _take_over(connection, owner, folder)
+            is_only = not await _has_versions(connection, owner, order.adapter)
             version = await _insert_version(connection, draft, report=report, number=number)
-            alias_name = order.alias or (STABLE if number == 1 else "")
             alias = None
-            if alias_name:
+            if alias_name := order.alias or (STABLE if is_only else ""):
                 alias = await move(connection, owner, order.adapter, alias_name, arms=[Arm(version.digest, 1)])
-            answer = {
-                "tenant": owner,
-                "request_id": order.request_id,
-                "fingerprint": draft.fingerprint,
-                "version": version.digest,
-                "alias": None if alias is None else _to_json(alias),
-            }
-            await connection.execute(insert(models.publish_requests).values(answer))
-        self._metrics.published.inc()
-        return Published(version, alias)
+            kept = {"version": version_to_json(version), "alias": None if alias is None else alias_to_json(alias)}
+            await keep(connection, draft.request, kept)
+        return Published(version, alias), True
 
 
 class _Turn:
@@ -217,28 +247,58 @@ class _Draft:
     base: BaseDescription
     files: Mapping[str, Received]
     digest: str
-    fingerprint: bytes
+    upload: UUID
+    request: Request
 
     @classmethod
     def of(cls, owner: str, order: PublishOrder, *, base: BaseDescription, files: Mapping[str, Received]) -> _Draft:
         digest = version_digest(owner, base.digest, {name: file.digest for name, file in files.items()})
-        content = json.dumps([digest, order.adapter, order.label, order.alias])
-        return cls(owner, order, base, files, digest, hashlib.sha256(content.encode()).digest())
+        more = [dict(sorted(order.labels.items())), order.training_run, order.data_digest]
+        content = json.dumps([digest, order.adapter, order.label, order.alias, *(more if any(more) else [])])
+        fingerprint = hashlib.sha256(content.encode()).digest()
+        request = Request(owner, order.request_id, "Publish", fingerprint, field="header.request_id")
+        return cls(owner, order, base, files, digest, uuid4(), request)
+
+
+def _check_texts(order: PublishOrder) -> None:
+    # It would be refused by the last transaction, when the files are stored already.
+    texts = {"label": [order.label], "labels": [*order.labels, *order.labels.values()], "training_run": [order.training_run]}
+    faults = [name for name, values in texts.items() if any("\x00" in value for value in values)]
+    if faults:
+        raise InvalidArgumentError.of([Violation(f"header.{name}", "must not hold a NUL character") for name in faults])
 
 
 async def _answered(connection: AsyncConnection, draft: _Draft) -> Published | None:
-    r, v = models.publish_requests.c, models.versions.c
-    query = (
-        select(r.fingerprint, r.alias.label("moved"), *v)
-        .join(models.versions, (v.tenant == r.tenant) & (v.digest == r.version))
-        .where(r.tenant == draft.owner, r.request_id == draft.order.request_id)
-    )
-    row: Row[Any] | None = (await connection.execute(query)).one_or_none()
-    if row is None:
+    answer = await answered(connection, draft.request)
+    if answer is None:
         return None
-    if bytes(row.fingerprint) != draft.fingerprint:
-        raise InvalidArgumentError.of([Violation("header.request_id", "was used before for a publish with other content")])
-    return Published(version_of(row), None if row.moved is None else _from_json(row.moved))
+    return Published(version_from_json(answer["version"]), None if answer["alias"] is None else alias_from_json(answer["alias"]))
+
+
+async def _lock_or_make_adapter(connection: AsyncConnection, owner: str, adapter: str) -> int:
+    """Takes the lock of an adapter that may not exist, or not any more; returns the number of versions that it ever had."""
+    columns = models.adapters.c
+    made = insert(models.adapters).values(tenant=owner, name=adapter, num_versions=0)
+    query = made.on_conflict_do_update(constraint="pk_adapters", set_={"delete_time": None}).returning(columns.num_versions)
+    return int((await connection.execute(query)).scalar_one())
+
+
+async def _has_versions(connection: AsyncConnection, owner: str, adapter: str) -> bool:
+    columns = models.versions.c
+    query = select(columns.digest).where(columns.tenant == owner, columns.adapter == adapter).limit(1)
+    return (await connection.execute(query)).one_or_none() is not None
+
+
+async def _take_over(connection: AsyncConnection, owner: str, folder: str) -> None:
+    """Takes an upload from the collector's list, since a version owns it from now on.
+
+    Raises:
+        AbortedError: The collector has it already.
+    """
+    columns = models.uploads.c
+    mine = (columns.tenant == owner, columns.folder == folder, columns.taken.is_(False))
+    if (await connection.execute(delete(models.uploads).where(*mine))).rowcount == 0:
+        raise AbortedError("the upload took so long that its files were removed; publish again")
 
 
 async def _refuse_known(connection: AsyncConnection, draft: _Draft) -> None:
@@ -264,6 +324,10 @@ async def _insert_version(connection: AsyncConnection, draft: _Draft, *, report:
         "max_rank": report.max_rank,
         "report": dataclasses.asdict(report),
         "label": draft.order.label,
+        "labels": dict(draft.order.labels),
+        "training_run": draft.order.training_run,
+        "data_digest": draft.order.data_digest,
+        "upload": draft.upload,
     }
     stored = (await connection.execute(insert(models.versions).values(row).returning(*models.versions.c))).one()
     mine = (models.adapters.c.tenant == draft.owner, models.adapters.c.name == draft.order.adapter)
@@ -271,13 +335,3 @@ async def _insert_version(connection: AsyncConnection, draft: _Draft, *, report:
     change = Change(kind=ChangeKind.VERSION, tenant=draft.owner, adapter=draft.order.adapter, version=draft.digest)
     await record(connection, change)
     return version_of(stored)
-
-
-def _to_json(alias: Alias) -> dict[str, Any]:
-    arms = [dataclasses.asdict(arm) for arm in alias.arms]
-    return {"name": alias.name, "generation": alias.generation, "arms": arms, "update_time": alias.update_time.isoformat()}
-
-
-def _from_json(fields: Mapping[str, Any]) -> Alias:
-    arms = tuple(Arm(**arm) for arm in fields["arms"])
-    return Alias(fields["name"], fields["generation"], arms, datetime.fromisoformat(fields["update_time"]))

@@ -41,7 +41,11 @@ RULES: Rules = {
             "ListVersions": _TENANT,
             "SetAlias": Rule.of("tenant", roles=["publisher"]),
             "Rollback": Rule.of("tenant", roles=["publisher"]),
+            "Promote": Rule.of("tenant", roles=["publisher"]),
+            "FreezeAlias": _PUBLISH,
             "RetireVersion": _PUBLISH,
+            "DeleteVersion": _PUBLISH,
+            "DeleteAdapter": Rule.of("tenant", roles=["owner"]),
         },
     ),
     **_service(

@@ -1,4 +1,4 @@
-"""The control plane put together: use cases, servicers, listeners, relay."""
+"""The control plane put together: use cases, servicers, listeners, relay, collector."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from controlplane.blobs import Blobs
 from controlplane.catalog import Catalog
 from controlplane.catalog_servicer import BaseServicer, CatalogServicer
 from controlplane.changes import ChangeFeed
+from controlplane.collector import Collector
 from controlplane.db import Database
+from controlplane.deletion import Deletion
 from controlplane.grants import Sharing
 from controlplane.identities import Identities
 from controlplane.intake import check_in_jail
@@ -53,6 +55,7 @@ class ControlPlane:
         blobs: Its object store.
         publisher: Its use case of publishing.
         relay: Its relay of hints.
+        collector: Removes from the store what no version owns.
     """
 
     def __init__(self, settings: Settings, vault: Vault, *, check: Check = check_in_jail) -> None:
@@ -61,6 +64,7 @@ class ControlPlane:
         self.relay = Relay(self.database, settings, registry=registry)
         identities = Identities(self.database, vault)
         self.blobs = Blobs(settings.store_url)
+        self.collector = Collector(self.database, self.blobs, settings, registry=registry)
         self.publisher = Publisher(self.database, self.blobs, settings, check=check, metrics=PublishMetrics(registry))
         node_servicer = NodeServicer(
             nodes=Nodes(self.database, vault, settings),
@@ -86,7 +90,12 @@ class ControlPlane:
                 catalog_pb2.DESCRIPTOR.services_by_name["CatalogService"],
                 partial(
                     catalog_pb2_grpc.add_CatalogServiceServicer_to_server,
-                    CatalogServicer(Catalog(self.database), Aliases(self.database), self.publisher),
+                    CatalogServicer(
+                        Catalog(self.database),
+                        Aliases(self.database),
+                        Deletion(self.database, grace_s=settings.delete_grace_s),
+                        self.publisher,
+                    ),
                 ),
                 listeners=("callers",),
             ),
@@ -103,18 +112,22 @@ class ControlPlane:
             registry=registry,
         )
         self._spool_folder = settings.spool_folder
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(remove_abandoned, self._spool_folder)
-        self._task = asyncio.create_task(self.relay.run(), name="relay")
+        self._tasks = [
+            asyncio.create_task(self.relay.run(), name="relay"),
+            asyncio.create_task(self.collector.run(), name="collector"),
+        ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
         await self.relay.close()
         await self.database.close()
 

@@ -62,7 +62,11 @@ class Settings(BaseSettings):
         node_key_overlap_s: How long a node's old key works after a rotation.
         quarantine_reports: Nodes that must report a version before it is quarantined.
         relay_interval_s: Pause between looks into the outbox.
-        change_retention_s: How long changes and publish requests are kept; at least a day.
+        change_retention_s: How long changes and stored answers are kept; at least a day.
+        collect_interval_s: Pause between looks for files that no version owns.
+        upload_grace_s: After so long the files of an upload that was not published are removed; no publish may take longer from
+            its first file in the store to its end than half of it.
+        delete_grace_s: How long the files of a deleted version are kept; longer while a node may read them.
         log_level: Least level that is logged.
     """
 
@@ -109,6 +113,9 @@ class Settings(BaseSettings):
     quarantine_reports: Annotated[int, Field(ge=1, le=100)] = 1
     relay_interval_s: Annotated[float, Field(gt=0, le=60)] = 0.2
     change_retention_s: Annotated[float, Field(ge=86400)] = 2 * 86400.0
+    collect_interval_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
+    upload_grace_s: Annotated[float, Field(gt=0, le=7 * 86400)] = 7200.0
+    delete_grace_s: Annotated[float, Field(ge=0, le=365 * 86400)] = 3600.0
     log_level: str = "INFO"
 
     @field_validator("database_url")

@@ -149,7 +149,13 @@ def base_description(base: bases_pb2.Base) -> BaseDescription:
 def alias_message(alias: Alias) -> catalog_pb2.Alias:
     """An alias as a message."""
     arms = [catalog_pb2.Arm(version=arm.version, weight=arm.weight) for arm in alias.arms]
-    return catalog_pb2.Alias(name=alias.name, generation=alias.generation, arms=arms, update_time=timestamp(alias.update_time))
+    return catalog_pb2.Alias(
+        name=alias.name,
+        generation=alias.generation,
+        arms=arms,
+        update_time=timestamp(alias.update_time),
+        frozen=alias.frozen,
+    )
 
 
 def adapter_message(adapter: Adapter) -> catalog_pb2.Adapter:
@@ -177,6 +183,9 @@ def version_message(version: Version) -> catalog_pb2.Version:
         label=version.label,
         create_time=timestamp(version.create_time),
         retire_time=timestamp(version.retire_time),
+        labels=version.labels,
+        training_run=version.training_run,
+        data_digest=version.data_digest,
     )
 
 

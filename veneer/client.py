@@ -249,6 +249,34 @@ class Client(Connection):
         response = await self._ask(self._catalog.RetireVersion, request)
         return typed(catalog_pb2.Version, response.version)
 
+    async def promote(
+        self, adapter: str, *, alias: str = "", source: str = "", version: str = "", dry_run: bool = False
+    ) -> catalog_pb2.Alias:
+        """Gives all of an alias's traffic to the version that the alias `source` serves, or to one of its own arms."""
+        request = catalog_pb2.PromoteRequest(adapter=adapter, alias=alias, source=source, version=version, dry_run=dry_run)
+        response = await self._ask(self._catalog.Promote, request)
+        return typed(catalog_pb2.Alias, response.alias)
+
+    async def freeze(self, adapter: str, *, alias: str = "", frozen: bool = True) -> catalog_pb2.Alias:
+        """Forbids every move of an alias, or allows them again."""
+        request = catalog_pb2.FreezeAliasRequest(adapter=adapter, alias=alias, frozen=frozen)
+        response = await self._ask(self._catalog.FreezeAlias, request)
+        return typed(catalog_pb2.Alias, response.alias)
+
+    async def delete_version(
+        self, adapter: str, version: str, *, force: bool = False, dry_run: bool = False
+    ) -> catalog_pb2.DeleteVersionResponse:
+        """Deletes a version; with `force`, aliases that point at it are moved off it."""
+        request = catalog_pb2.DeleteVersionRequest(adapter=adapter, version=version, force=force, dry_run=dry_run)
+        return typed(catalog_pb2.DeleteVersionResponse, await self._ask(self._catalog.DeleteVersion, request))
+
+    async def delete_adapter(
+        self, adapter: str, *, force: bool = False, dry_run: bool = False
+    ) -> catalog_pb2.DeleteAdapterResponse:
+        """Deletes an adapter with its versions, aliases and grants; with `force`, while it has aliases too."""
+        request = catalog_pb2.DeleteAdapterRequest(adapter=adapter, force=force, dry_run=dry_run)
+        return typed(catalog_pb2.DeleteAdapterResponse, await self._ask(self._catalog.DeleteAdapter, request))
+
     async def create_grant(self, adapter: str, grantee: str) -> tenants_pb2.Grant:
         """Lets another tenant use an adapter."""
         response = await self._ask(self._tenants.CreateGrant, tenants_pb2.CreateGrantRequest(adapter=adapter, grantee=grantee))

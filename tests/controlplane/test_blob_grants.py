@@ -91,7 +91,7 @@ async def test_a_grant_ends(world: World, published: Any) -> None:
     digest = grant.blobs[0].digest
     for time in (1000.0, 1100.0, 1160.0):  # a minute of leeway between the clocks of two processes
         now[0] = time
-        assert grants.check(node, grant.token, digest=digest) == published.version.digest
+        assert published.version.digest in grants.check(node, grant.token, digest=digest)
     now[0] = 1161.0
     with pytest.raises(PermissionDeniedError, match="ended"):
         grants.check(node, grant.token, digest=digest)

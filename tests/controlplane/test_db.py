@@ -105,7 +105,7 @@ async def test_the_authentication_role_can_call_its_function_only(narrow: Databa
 
 
 @pytest.mark.parametrize(
-    "statement", ["SELECT * FROM identify('x')", "SELECT * FROM versions", "SELECT fingerprint FROM publish_requests"]
+    "statement", ["SELECT * FROM identify('x')", "SELECT * FROM versions", "SELECT fingerprint FROM requests"]
 )
 async def test_the_relay_role_reads_no_catalogue(narrow: Database, statement: str) -> None:
     with pytest.raises(ProgrammingError, match="permission denied"):

@@ -85,7 +85,7 @@ async def test_the_same_request_again_gives_the_same_answer_and_one_version(
     again = await acme.catalog.Publish(upload(adapter_files(1), **HEADER))
 
     assert again == first
-    assert rows(database, "versions") == rows(database, "publish_requests") == 1
+    assert rows(database, "versions") == rows(database, "requests") == 1
     assert rows(database, "changes", "kind = 1") == 1
     assert len(stored(settings)) == 2
 
@@ -138,7 +138,7 @@ async def test_fifty_duplicates_at_once_have_one_effect(acme: Client, database: 
     answers = await asyncio.gather(*(acme.catalog.Publish(upload(adapter_files(1), **HEADER)) for _ in range(50)))
 
     assert all(answer == answers[0] for answer in answers)
-    assert rows(database, "versions") == rows(database, "publish_requests") == 1
+    assert rows(database, "versions") == rows(database, "requests") == 1
     assert rows(database, "changes", "kind = 1") == rows(database, "changes", "kind = 2") == 1
 
 
@@ -171,7 +171,7 @@ async def test_a_refused_adapter_leaves_nothing_and_lists_every_fault(
     assert code == grpc.StatusCode.INVALID_ARGUMENT
     assert "lora_alpha" in text
     assert "adapter_model.safetensors" in text
-    assert rows(database, "adapters") == rows(database, "versions") == rows(database, "publish_requests") == 0
+    assert rows(database, "adapters") == rows(database, "versions") == rows(database, "requests") == 0
     assert stored(settings) == []
     assert (await acme.catalog.Publish(upload(good, **HEADER))).version.number == 1
 

@@ -21,8 +21,8 @@ SERVICES = [
     nodes_pb2.DESCRIPTOR.services_by_name["NodeService"],
 ]
 KEYS = {"CreateKey", "ListKeys", "RevokeKey", "SetFallback"}
-SHARING = {"Publish", "RetireVersion", "CreateGrant", "RevokeGrant"}
-MOVING = {"SetAlias", "Rollback"}
+SHARING = {"Publish", "RetireVersion", "DeleteVersion", "FreezeAlias", "CreateGrant", "RevokeGrant"}
+MOVING = {"SetAlias", "Rollback", "Promote"}
 READING = {"ListBases", "GetAdapter", "ListAdapters", "ListVersions", "ListGrants"}
 RUNNING = {"RotateNodeKey", "Resolve", "Introspect", "GrantBlobs", "ReadBlob", "ListChanges", "ReportVersion"}
 OPERATING = {
@@ -37,7 +37,7 @@ OPERATING = {
 }
 
 ADMITTED = {
-    ("callers", "owner"): KEYS | SHARING | READING,
+    ("callers", "owner"): KEYS | SHARING | READING | {"DeleteAdapter"},
     ("callers", "publisher"): SHARING | MOVING | READING,
     ("callers", "caller"): READING,
     ("callers", "node"): RUNNING | {"ListBases"},

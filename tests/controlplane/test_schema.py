@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 from sqlalchemy.dialects.postgresql.base import ischema_names
+from sqlalchemy.exc import DBAPIError
 
-from controlplane import models
+from controlplane import models, schema
+from controlplane.catalog import Version
 from controlplane.db import Database
 from controlplane.schema import make_first_operator, migrate
 from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
@@ -122,23 +127,68 @@ def test_the_first_operator_is_made_again_with_the_same_key_and_no_other(setting
         make_first_operator(settings, vault, secret=new_secret())
 
 
-def test_the_schema_can_be_taken_down(fresh_database: TestDatabase) -> None:
-    from alembic import command
-    from alembic.config import Config
-
-    from controlplane import schema
-
-    engine = create_engine(fresh_database.owner_url)
+def take_down(url: str, revision: str) -> None:
+    engine = create_engine(url)
     with engine.connect() as connection:
         config = Config()
         config.set_main_option("script_location", str(schema._MIGRATIONS))
         config.attributes["connection"] = connection
-        command.downgrade(config, "base")
+        command.downgrade(config, revision)
         connection.commit()
-        left = connection.execute(text("SELECT tablename FROM pg_tables WHERE schemaname = 'public'")).scalars().all()
     engine.dispose()
 
-    assert left == ["alembic_version"]
+
+def test_the_schema_can_be_taken_down(fresh_database: TestDatabase) -> None:
+    take_down(fresh_database.owner_url, "base")
+    with fresh_database.connect() as connection:
+        left = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
+    assert left == [("alembic_version",)]
+
+
+_DIGEST = "ab" * 32
+_ANSWERS = "SELECT tenant, request_id, fingerprint, version, alias, create_time FROM publish_requests ORDER BY request_id"
+_PUBLISHED = f"""
+    SELECT set_config('app.tenant', 'acme', false), set_config('app.scope', 'tenant', false);
+    INSERT INTO bases (digest, name, family, num_layers, modules, vocab_size, max_context, known_names)
+        VALUES ('{_DIGEST}', 'tiny', 'llama', 1, '[]', 8, 8, '{{}}');
+    INSERT INTO tenants (name, fallback_allowed, weight) VALUES ('acme', true, 1);
+    INSERT INTO adapters (tenant, name, num_versions) VALUES ('acme', 'style', 1);
+    INSERT INTO versions (tenant, digest, adapter, number, base_digest, state, config_digest, config_bytes, weights_digest,
+            weights_bytes, max_rank, report, label)
+        VALUES ('acme', '{_DIGEST}', 'style', 1, '{_DIGEST}', 'READY', 'c', 1, 'w', 2, 4, '{{"max_rank": 4}}', 'first');
+    INSERT INTO publish_requests (tenant, request_id, fingerprint, version, alias)
+        VALUES ('acme', 'once', 'f', '{_DIGEST}', '{{"name": "stable"}}'), ('acme', 'other', 'f', '{_DIGEST}', NULL);
+"""
+
+
+def test_what_was_published_comes_through_the_second_revision_and_back(plain_owner: str) -> None:
+    settings = Settings(owner_url=plain_owner)
+    migrate(settings, revision="0001")
+    url = plain_owner.replace("+psycopg", "")
+    with psycopg.connect(url.replace("plain_owner@", "postgres@"), autocommit=True) as connection:
+        connection.execute(_PUBLISHED)
+        before = connection.execute(
+            "SELECT tenant, request_id, fingerprint, version, alias, create_time FROM publish_requests ORDER BY request_id"
+        ).fetchall()
+        migrate(settings, revision="0002")
+        rows = connection.execute("SELECT answer FROM requests ORDER BY request_id").fetchall()
+        assert [row[0]["alias"] for row in rows] == [{"name": "stable"}, None]
+        assert rows[0][0]["version"]["digest"] == _DIGEST
+        assert rows[0][0]["version"]["size_bytes"] == 3
+        assert rows[0][0]["version"].keys() == {one.name for one in dataclasses.fields(Version)}
+
+        take_down(plain_owner, "0001")
+        assert (
+            connection.execute(
+                "SELECT tenant, request_id, fingerprint, version, alias, create_time FROM publish_requests ORDER BY request_id"
+            ).fetchall()
+            == before
+        )
+        migrate(settings)
+        connection.execute("UPDATE versions SET upload = gen_random_uuid()")
+        with pytest.raises(DBAPIError, match="would not find"):
+            take_down(plain_owner, "0001")
+        assert unforced(TestDatabase(url=url, owner_url=plain_owner.replace("plain_owner@", "postgres@"))) == GLOBAL_TABLES
 
 
 def test_tenants_of_the_first_schema_have_no_limits_of_their_own_and_keep_the_rest(fresh_database: TestDatabase) -> None:

@@ -131,6 +131,14 @@ TABLE = {
         "Rollback": Row(
             lambda s: catalog_pb2.RollbackRequest(adapter="tone", alias="turned", version=s.current), OK, PD, NF, PD, PD
         ),
+        "Promote": Row(lambda s: catalog_pb2.PromoteRequest(adapter="tone", version=s.current, dry_run=True), OK, PD, NF, PD, PD),
+        "FreezeAlias": Row(lambda s: catalog_pb2.FreezeAliasRequest(adapter="tone"), OK, PD, NF, PD, PD),
+        "DeleteVersion": Row(
+            lambda s: catalog_pb2.DeleteVersionRequest(adapter="tone", version=s.spare, dry_run=True), OK, PD, NF, PD, PD
+        ),
+        "DeleteAdapter": Row(
+            lambda s: catalog_pb2.DeleteAdapterRequest(adapter="tone", force=True, dry_run=True), OK, PD, NF, PD, PD
+        ),
         "RetireVersion": Row(lambda s: catalog_pb2.RetireVersionRequest(adapter="tone", version=s.spare), OK, PD, NF, PD, PD),
     },
     "veneer.controlplane.v1.NodeService": {

@@ -180,7 +180,7 @@ class Traces:
 
 def traces(stack: LocalStack) -> Traces:
     with psycopg.connect(stack.postgres.url(scheme="postgresql"), autocommit=True) as connection:
-        tables = ("adapters", "versions", "aliases", "arms", "publish_requests", "changes")
+        tables = ("adapters", "versions", "aliases", "arms", "requests", "changes")
         rows = {table: connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}  # type: ignore[index, arg-type]
     files = [
         frozenset(str(path.relative_to(stack.folder)) for path in (stack.folder / name).rglob("*")) for name in ("store", "spool")

@@ -1,4 +1,4 @@
-"""`veneer check`, `publish`, `adapters`, `versions`, `alias`, `split`, `rollback`, `retire`."""
+"""What tenants do with their catalogue: check, publish, list, move aliases, retire, delete."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ Folder = Annotated[Path, typer.Argument(help=f"PEFT folder with {CONFIG_NAME} an
 AdapterName = Annotated[str, typer.Argument(metavar="ADAPTER", help="Adapter of your tenant.")]
 AliasName = Annotated[str, typer.Option("--alias", help="Name of the alias.")]
 Expected = Annotated[int | None, typer.Option("--expect", help="Move it only if its generation is still this.", min=0)]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and say what would be done, but do nothing.")]
 _VERSION_HELP = "Number, digest, or the beginning of a digest."
 
 
@@ -199,6 +200,70 @@ def retire(context: typer.Context, adapter: AdapterName, version: Annotated[str,
 
     retired = asyncio.run(run())
     say(f"retired {retired.adapter} version {retired.number}")
+
+
+def promote(
+    context: typer.Context,
+    adapter: AdapterName,
+    *,
+    source: Annotated[str, typer.Option("--from", help="Alias whose version is promoted, e.g. `canary`.")] = "",
+    version: Annotated[str, typer.Option(help=f"{_VERSION_HELP} An arm of the alias.")] = "",
+    alias: AliasName = "stable",
+    dry_run: DryRun = False,
+) -> None:
+    """Give all of an alias's traffic to what another alias serves, or to one of its arms."""
+    target: Target = context.obj
+
+    async def run() -> catalog_pb2.Alias:
+        async with target.client() as client:
+            digest = (await _find_versions(client, adapter, [version]))[0] if version else ""
+            return await client.promote(adapter, alias=alias, source=source, version=digest, dry_run=dry_run)
+
+    say(f"{'would be ' if dry_run else ''}promoted: {_alias_text(asyncio.run(run()))}")
+
+
+def freeze(context: typer.Context, adapter: AdapterName, *, alias: AliasName = "stable") -> None:
+    """Forbid every move of an alias until it is unfrozen."""
+    _freeze(context.obj, adapter, alias=alias, frozen=True)
+
+
+def unfreeze(context: typer.Context, adapter: AdapterName, *, alias: AliasName = "stable") -> None:
+    """Allow moves of an alias again."""
+    _freeze(context.obj, adapter, alias=alias, frozen=False)
+
+
+def delete(
+    context: typer.Context,
+    adapter: AdapterName,
+    version: Annotated[str, typer.Argument(help=f"{_VERSION_HELP} Without it, the adapter is deleted.")] = "",
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Move aliases that point there off it.")] = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Delete a version, or an adapter with all its versions; the files go once no node may read them."""
+    target: Target = context.obj
+
+    async def run() -> tuple[str, Iterable[catalog_pb2.Alias]]:
+        async with target.client() as client:
+            if not version:
+                gone = await client.delete_adapter(adapter, force=force, dry_run=dry_run)
+                return f"{adapter} with {gone.num_versions} versions", gone.aliases
+            [digest] = await _find_versions(client, adapter, [version])
+            deleted = await client.delete_version(adapter, digest, force=force, dry_run=dry_run)
+            return f"{adapter} version {deleted.version.number}", deleted.aliases
+
+    what, moved = asyncio.run(run())
+    say(f"{'would delete' if dry_run else 'deleted'} {what}")
+    for one in moved:
+        note(_alias_text(one) if one.arms else f"{one.name} points at nothing")
+
+
+def _freeze(target: Target, adapter: str, *, alias: str, frozen: bool) -> None:
+    async def run() -> catalog_pb2.Alias:
+        async with target.client() as client:
+            return await client.freeze(adapter, alias=alias, frozen=frozen)
+
+    say(f"{asyncio.run(run()).name} is {'frozen' if frozen else 'free to move'}")
 
 
 def _set_alias(target: Target, adapter: str, arms: list[tuple[str, int]], *, alias: str, expected: int | None) -> None:

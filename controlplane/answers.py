@@ -1,0 +1,106 @@
+"""Stored answers: a write that comes again under the same request_id is answered as it was, and done once."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from sqlalchemy import insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from controlplane import models
+from controlplane.catalog import Alias, Arm, Version
+from veneer.artifact import Report
+from veneer.errors import AbortedError, InvalidArgumentError, VeneerError, Violation
+
+RACED: Final[Mapping[str, VeneerError]] = {
+    "pk_requests": AbortedError("the same request_id is in use by another call right now; try again", retry_after_s=0.5)
+}
+"""Refusals of a transaction that keeps an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A write as its caller identifies it.
+
+    Attributes:
+        tenant: Whose request_id it is.
+        id: The request_id; empty: the write is done each time that it comes.
+        method: Name of the write.
+        fingerprint: Digest of everything that the write says.
+        field: Where the request_id stood, for refusals.
+    """
+
+    tenant: str
+    id: str
+    method: str
+    fingerprint: bytes
+    field: str = "request_id"
+
+    @classmethod
+    def of(cls, tenant: str, request_id: str, method: str, *content: object) -> Request:
+        """A write with what it says, in values that JSON can spell."""
+        digest = hashlib.sha256(json.dumps([method, *content]).encode()).digest()
+        return cls(tenant, request_id, method, digest)
+
+
+async def answered(connection: AsyncConnection, request: Request) -> dict[str, Any] | None:
+    """The answer that was given to this request before; None when it is new.
+
+    Raises:
+        InvalidArgumentError: The request_id was used for a write that says something else.
+    """
+    if not request.id:
+        return None
+    columns = models.requests.c
+    query = select(columns.fingerprint, columns.answer).where(columns.tenant == request.tenant, columns.request_id == request.id)
+    row = (await connection.execute(query)).one_or_none()
+    if row is None:
+        return None
+    if bytes(row.fingerprint) != request.fingerprint:
+        raise InvalidArgumentError.of([Violation(request.field, "was used before for a request with other content")])
+    answer: dict[str, Any] = row.answer
+    return answer
+
+
+async def keep(connection: AsyncConnection, request: Request, answer: Mapping[str, Any]) -> None:
+    """Keeps the answer of a request, in the transaction that does what it asks for."""
+    if not request.id:
+        return
+    row = {
+        "tenant": request.tenant,
+        "request_id": request.id,
+        "method": request.method,
+        "fingerprint": request.fingerprint,
+        "answer": answer,
+    }
+    await connection.execute(insert(models.requests).values(row))
+
+
+def alias_to_json(alias: Alias) -> dict[str, Any]:
+    """An alias as it is kept."""
+    return {**dataclasses.asdict(alias), "update_time": alias.update_time.isoformat()}
+
+
+def alias_from_json(fields: Mapping[str, Any]) -> Alias:
+    """An alias as it was kept."""
+    arms = tuple(Arm(**arm) for arm in fields["arms"])
+    return Alias(**{**fields, "arms": arms, "update_time": datetime.fromisoformat(fields["update_time"])})
+
+
+def version_to_json(version: Version) -> dict[str, Any]:
+    """A version as it is kept."""
+    retire_time = None if version.retire_time is None else version.retire_time.isoformat()
+    return {**dataclasses.asdict(version), "create_time": version.create_time.isoformat(), "retire_time": retire_time}
+
+
+def version_from_json(fields: Mapping[str, Any]) -> Version:
+    """A version as it was kept."""
+    retire_time = None if fields["retire_time"] is None else datetime.fromisoformat(fields["retire_time"])
+    times = {"create_time": datetime.fromisoformat(fields["create_time"]), "retire_time": retire_time}
+    return Version(**{**fields, **times, "report": Report.from_fields(fields["report"])})
