@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
@@ -22,6 +22,8 @@ RACED: Final[Mapping[str, VeneerError]] = {
     "pk_requests": AbortedError("the same request_id is in use by another call right now; try again", retry_after_s=0.5)
 }
 """Refusals of a transaction that keeps an answer."""
+
+_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(:request, 0))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,14 @@ class Request:
 async def answered(connection: AsyncConnection, request: Request) -> dict[str, Any] | None:
     """The answer that was given to this request before; None when it is new.
 
+    The same request at the same time waits until this transaction ends.
+
     Raises:
         InvalidArgumentError: The request_id was used for a write that says something else.
     """
     if not request.id:
         return None
+    await connection.execute(_LOCK, {"request": f"{request.tenant}/{request.id}"})
     columns = models.requests.c
     query = select(columns.fingerprint, columns.answer).where(columns.tenant == request.tenant, columns.request_id == request.id)
     row = (await connection.execute(query)).one_or_none()

@@ -204,3 +204,94 @@ async def test_a_move_is_in_the_feed_with_its_generation(world: World, acme: Cli
         (nodes_pb2.CHANGE_KIND_ALIAS, "acme", "style", two, 2),
         (nodes_pb2.CHANGE_KIND_ALIAS, "acme", "style", "", 3),
     ]
+
+
+async def promote(client: Client, **fields: Any) -> catalog_pb2.Alias:
+    return (await client.catalog.Promote(catalog_pb2.PromoteRequest(adapter="style", **fields))).alias
+
+
+async def freeze(client: Client, *, frozen: bool, **fields: Any) -> catalog_pb2.Alias:
+    request = catalog_pb2.FreezeAliasRequest(adapter="style", frozen=frozen, **fields)
+    return (await client.catalog.FreezeAlias(request)).alias
+
+
+async def test_what_a_canary_serves_is_promoted_and_so_is_an_arm_of_the_alias(acme: Client) -> None:
+    one, two, three = await digests(acme)
+    await point(acme, two, alias="canary")
+    assert served(await promote(acme, source="canary")) == [(two, 1)]
+    await point(acme, (two, 9), (three, 1))
+    moved = await promote(acme, version=three)
+    assert (served(moved), moved.generation) == ([(three, 1)], 4)
+
+    for fields, cause in (
+        ({"version": one}, "no arm"),
+        ({"source": "canary", "version": one}, "does not serve"),
+    ):
+        code, text = await refused(promote(acme, **fields))
+        assert (code, cause in text) == (grpc.StatusCode.FAILED_PRECONDITION, True), fields
+    assert (await refused(promote(acme)))[0] == grpc.StatusCode.INVALID_ARGUMENT
+    assert await refused(promote(acme, source="none")) == (grpc.StatusCode.NOT_FOUND, "there is no such alias")
+    await point(acme, (one, 1), (two, 1), alias="canary")
+    assert (await refused(promote(acme, source="canary")))[0] == grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_frozen_alias_moves_in_no_way_until_it_is_unfrozen(world: World, acme: Client) -> None:
+    _one, two, three = await digests(acme)
+    await point(acme, two)
+    frozen = await freeze(acme, frozen=True)
+    assert (frozen.frozen, frozen.generation) == (True, 2)
+    assert await freeze(acme, frozen=True) == frozen
+    moves = (
+        lambda: point(acme, three),
+        lambda: roll_back(acme),
+        lambda: promote(acme, version=two),
+        lambda: world.publish(acme, seed=7, alias="stable"),
+    )
+    for move in moves:
+        code, text = await refused(move)
+        assert (code, "frozen" in text) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+    assert len(await digests(acme)) == 3
+    assert served(await point(acme, three, alias="canary")) == [(three, 1)]
+
+    assert not (await freeze(acme, frozen=False)).frozen
+    assert served(await point(acme, three)) == [(three, 1)]
+
+
+async def test_a_move_is_done_once_for_its_request_id(acme: Client) -> None:
+    one, two, _three = await digests(acme)
+    first = await point(acme, two, request_id="once")
+    await point(acme, one)
+    assert await point(acme, two, request_id="once") == first
+    assert await roll_back(acme, request_id="back") == await roll_back(acme, request_id="back")
+    adapter = (await acme.catalog.GetAdapter(catalog_pb2.GetAdapterRequest(adapter="style"))).adapter
+    assert adapter.aliases[0].generation == 4
+    for call in (point(acme, one, request_id="once"), roll_back(acme, request_id="once")):
+        code, text = await refused(call)
+        assert (code, "request_id" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    answers = await asyncio.gather(*(point(acme, one, request_id="at once") for _ in range(10)))
+    assert all(answer == answers[0] for answer in answers)
+
+
+async def test_a_dry_run_says_what_a_move_would_do_and_does_nothing(acme: Client) -> None:
+    one, two, three = await digests(acme)
+    await point(acme, two)
+    before = (await acme.catalog.GetAdapter(catalog_pb2.GetAdapterRequest(adapter="style"))).adapter
+    tried = [
+        await point(acme, (two, 1), (three, 1), dry_run=True),
+        await roll_back(acme, dry_run=True),
+        await promote(acme, version=two, dry_run=True),
+    ]
+    assert [served(alias) for alias in tried] == [[(two, 1), (three, 1)], [(one, 1)], [(two, 1)]]
+    assert {alias.generation for alias in tried} == {3}
+    assert (await refused(point(acme, "0" * 64, dry_run=True)))[0] == grpc.StatusCode.NOT_FOUND
+    assert (await acme.catalog.GetAdapter(catalog_pb2.GetAdapterRequest(adapter="style"))).adapter == before
+
+
+async def test_a_version_keeps_its_labels_and_where_it_comes_from(world: World, acme: Client) -> None:
+    origin = {"labels": {"team": "search"}, "training_run": "run-7", "data_digest": "cd" * 32}
+    published = await world.publish(acme, seed=9, request_id="labelled", **origin)
+    assert (dict(published.version.labels), published.version.training_run) == ({"team": "search"}, "run-7")
+    listed = (await acme.catalog.ListVersions(catalog_pb2.ListVersionsRequest(adapter="style"))).versions[0]
+    assert listed == published.version
+    code, _ = await refused(lambda: world.publish(acme, seed=9, request_id="labelled", **{**origin, "training_run": "run-8"}))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT

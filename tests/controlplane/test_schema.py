@@ -129,13 +129,15 @@ def test_the_first_operator_is_made_again_with_the_same_key_and_no_other(setting
 
 def take_down(url: str, revision: str) -> None:
     engine = create_engine(url)
-    with engine.connect() as connection:
-        config = Config()
-        config.set_main_option("script_location", str(schema._MIGRATIONS))
-        config.attributes["connection"] = connection
-        command.downgrade(config, revision)
-        connection.commit()
-    engine.dispose()
+    try:
+        with engine.connect() as connection:
+            config = Config()
+            config.set_main_option("script_location", str(schema._MIGRATIONS))
+            config.attributes["connection"] = connection
+            command.downgrade(config, revision)
+            connection.commit()
+    finally:
+        engine.dispose()
 
 
 def test_the_schema_can_be_taken_down(fresh_database: TestDatabase) -> None:
@@ -161,23 +163,23 @@ _PUBLISHED = f"""
 """
 
 
-def test_what_was_published_comes_through_the_second_revision_and_back(plain_owner: str) -> None:
+def test_what_was_published_comes_through_the_third_revision_and_back(plain_owner: str) -> None:
     settings = Settings(owner_url=plain_owner)
-    migrate(settings, revision="0001")
+    migrate(settings, revision="0002")
     url = plain_owner.replace("+psycopg", "")
     with psycopg.connect(url.replace("plain_owner@", "postgres@"), autocommit=True) as connection:
         connection.execute(_PUBLISHED)
         before = connection.execute(
             "SELECT tenant, request_id, fingerprint, version, alias, create_time FROM publish_requests ORDER BY request_id"
         ).fetchall()
-        migrate(settings, revision="0002")
+        migrate(settings, revision="0003")
         rows = connection.execute("SELECT answer FROM requests ORDER BY request_id").fetchall()
         assert [row[0]["alias"] for row in rows] == [{"name": "stable"}, None]
         assert rows[0][0]["version"]["digest"] == _DIGEST
         assert rows[0][0]["version"]["size_bytes"] == 3
         assert rows[0][0]["version"].keys() == {one.name for one in dataclasses.fields(Version)}
 
-        take_down(plain_owner, "0001")
+        take_down(plain_owner, "0002")
         assert (
             connection.execute(
                 "SELECT tenant, request_id, fingerprint, version, alias, create_time FROM publish_requests ORDER BY request_id"
@@ -187,7 +189,7 @@ def test_what_was_published_comes_through_the_second_revision_and_back(plain_own
         migrate(settings)
         connection.execute("UPDATE versions SET upload = gen_random_uuid()")
         with pytest.raises(DBAPIError, match="would not find"):
-            take_down(plain_owner, "0001")
+            take_down(plain_owner, "0002")
         assert unforced(TestDatabase(url=url, owner_url=plain_owner.replace("plain_owner@", "postgres@"))) == GLOBAL_TABLES
 
 
