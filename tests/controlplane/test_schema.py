@@ -163,23 +163,23 @@ _PUBLISHED = f"""
 """
 
 
-def test_what_was_published_comes_through_the_third_revision_and_back(plain_owner: str) -> None:
+def test_what_was_published_comes_through_the_revision_of_releases_and_back(plain_owner: str) -> None:
     settings = Settings(owner_url=plain_owner)
-    migrate(settings, revision="0002")
+    migrate(settings, revision="0003")
     url = plain_owner.replace("+psycopg", "")
     with psycopg.connect(url.replace("plain_owner@", "postgres@"), autocommit=True) as connection:
         connection.execute(_PUBLISHED)
         before = connection.execute(
             "SELECT tenant, request_id, fingerprint, version, alias, create_time FROM publish_requests ORDER BY request_id"
         ).fetchall()
-        migrate(settings, revision="0003")
+        migrate(settings, revision="0004")
         rows = connection.execute("SELECT answer FROM requests ORDER BY request_id").fetchall()
         assert [row[0]["alias"] for row in rows] == [{"name": "stable"}, None]
         assert rows[0][0]["version"]["digest"] == _DIGEST
         assert rows[0][0]["version"]["size_bytes"] == 3
         assert rows[0][0]["version"].keys() == {one.name for one in dataclasses.fields(Version)}
 
-        take_down(plain_owner, "0002")
+        take_down(plain_owner, "0003")
         assert (
             connection.execute(
                 "SELECT tenant, request_id, fingerprint, version, alias, create_time FROM publish_requests ORDER BY request_id"
@@ -189,7 +189,7 @@ def test_what_was_published_comes_through_the_third_revision_and_back(plain_owne
         migrate(settings)
         connection.execute("UPDATE versions SET upload = gen_random_uuid()")
         with pytest.raises(DBAPIError, match="would not find"):
-            take_down(plain_owner, "0002")
+            take_down(plain_owner, "0003")
         assert unforced(TestDatabase(url=url, owner_url=plain_owner.replace("plain_owner@", "postgres@"))) == GLOBAL_TABLES
 
 
