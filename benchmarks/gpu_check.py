@@ -1,7 +1,7 @@
 """The first minutes on a GPU: `python -m benchmarks.gpu_check --json gpu.json`.
 
 Parts run in the order of what they decide, each in a process of its own with its own time, so that one that fails or hangs takes
-nothing with it; what each found is written at once. Needs torch, triton and numpy only, and uses random weights.
+nothing with it; what each found is written at once. Needs torch, triton, numpy and safetensors only; weights are random.
 
 Exit status: 0, 1 if a part failed, 3 if there is no CUDA device.
 """

@@ -76,6 +76,7 @@ OWN_PACKAGES = {packages!r}
 sys.meta_path.insert(0, Watch())
 for module in {modules!r}:
     __import__(module)
+{then}
 print("imported")
 """
 
@@ -83,10 +84,15 @@ OWN = ("veneer", "controlplane", "dataplane", "kernels", "demo", "benchmarks")
 
 
 def import_watched(
-    modules: list[str], *, banned: tuple[str, ...] = (), allowed: tuple[str, ...] | None = None, packages: tuple[str, ...] = ()
+    modules: list[str],
+    *,
+    banned: tuple[str, ...] = (),
+    allowed: tuple[str, ...] | None = None,
+    packages: tuple[str, ...] = (),
+    then: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Imports modules in a process of their own that refuses what they must not reach."""
-    script = WATCH.format(own=OWN, banned=banned, allowed=allowed, packages=packages, modules=modules)
+    """Imports modules, and runs something then, in a process of their own that refuses what they must not reach."""
+    script = WATCH.format(own=OWN, banned=banned, allowed=allowed, packages=packages, modules=modules, then=then)
     return subprocess.run(
         [sys.executable, "-c", script],
         cwd=ROOT,
