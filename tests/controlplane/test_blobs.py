@@ -38,13 +38,13 @@ async def read(blobs: Blobs, offset: int = 0) -> list[bytes]:
 async def test_a_file_lies_under_digests_only_and_is_read_back_from_any_offset(
     blobs: Blobs, folder: Path, tmp_path: Path
 ) -> None:
-    data = os.urandom(3_000_000)
+    data = os.urandom(9_000_000)
     await blobs.put(FOLDER, DIGEST, file(tmp_path, data))
 
     assert [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()] == [
         Path("ab", VERSION, UUID(int=7).hex, DIGEST)
     ]
-    for offset in (0, 1, 1 << 20, len(data) - 1, len(data), len(data) + 5):
+    for offset in (0, 1, 1 << 20, 4 << 20, 8 << 20, len(data) - 1, len(data), len(data) + 5):
         parts = await read(blobs, offset)
         assert b"".join(parts) == data[offset:]
         assert all(0 < len(part) <= 1 << 20 for part in parts)
@@ -63,6 +63,12 @@ async def test_a_file_cut_short_in_the_store_is_replaced(blobs: Blobs, folder: P
     next(path for path in folder.rglob("*") if path.is_file()).write_bytes(b"wh")
     await blobs.put(FOLDER, DIGEST, file(tmp_path, b"whole"))
     assert await read(blobs) == [b"whole"]
+
+
+async def test_a_file_of_which_nothing_is_left_is_read_as_empty(blobs: Blobs, folder: Path, tmp_path: Path) -> None:
+    await blobs.put(FOLDER, DIGEST, file(tmp_path, b"whole"))
+    next(path for path in folder.rglob("*") if path.is_file()).write_bytes(b"")
+    assert await read(blobs) == []
 
 
 async def test_a_file_that_is_gone_is_data_loss(blobs: Blobs) -> None:
