@@ -63,6 +63,9 @@ class _Resident:
     def reserve(self, version: str) -> None:
         pass
 
+    def may_return(self, _version: str) -> bool:
+        return True
+
     def evict(self, version: str) -> None:
         pass
 

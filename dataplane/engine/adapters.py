@@ -12,7 +12,7 @@ from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Fail, Moved, Wanted
 from dataplane.lora.arena import Arena
 from dataplane.lora.eviction import Recency
-from dataplane.lora.holdings import Lease, LoadPlan
+from dataplane.lora.holdings import Evicted, Lease, LoadPlan
 from dataplane.lora.host_image import HostImage
 from dataplane.lora.image import CorruptImageError, Image
 from dataplane.lora.residency import Residency
@@ -24,6 +24,7 @@ from veneer.errors import InvalidArgumentError, VeneerError, Violation
 class _Copied:
     plan: LoadPlan
     blocks: Blocks
+    rank: int
     num_bytes: int
     seconds: float
 
@@ -85,10 +86,7 @@ class DeviceAdapters:
 
     def release(self, lease: Lease, *, served: int = 0) -> None:
         """See `Residency.release`. What waits for room is tried again."""
-        if self.residency.release(lease, served=served):
-            self._arena.clear(lease.slot)
-            if lease.version in self._images:
-                self._done.put(Moved(lease.version, "host"))
+        self._clear(self.residency.release(lease, served=served))
         if self._wanted:
             self.poke()
 
@@ -106,7 +104,11 @@ class DeviceAdapters:
     def evict(self, version: str) -> None:
         """See `Residency.evict`; the copy is one that leases are held of."""
         freed = self.residency.evict(version)
-        assert not freed, "what nobody uses need not be told to go"
+        assert freed is None, "what nobody uses need not be told to go"
+
+    def may_return(self, version: str) -> bool:
+        """See `Residency.may_return`."""
+        return self.residency.may_return(version)
 
     def excess_of(self, tenant: str) -> float:
         """See `Residency.excess_of`."""
@@ -134,13 +136,21 @@ class DeviceAdapters:
         self._staged[version] = self._num_staged
         self._work.put((version, Path(path), self._num_staged))
 
-    def unstage(self, version: str, *, drop_device: bool) -> None:
-        """Hears that a version's image is gone from host memory."""
+    def unstage(self, version: str, *, drop_device: bool) -> int:
+        """Hears that a version's image is gone from host memory; returns the bytes that were mapped of it."""
         with self._lock:
             self._staged.pop(version, None)
-            self._images.pop(version, None)
-            self.residency.unstage(version, drop_device=drop_device)
+            opened = self._images.pop(version, None)
+            freed = self.residency.unstage(version, drop_device=drop_device)
+        self._clear(freed)
         self._asked.discard(version)
+        return 0 if opened is None else opened.num_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all images that are mapped."""
+        with self._lock:
+            return sum(opened.num_bytes for opened in self._images.values())
 
     def is_in_host(self, version: str) -> bool:
         """Whether an image of the version is known in host memory."""
@@ -193,15 +203,24 @@ class DeviceAdapters:
     def _publish(self, done: _Copied, notes: list[Note]) -> None:
         plan = done.plan
         for evicted in plan.evicted:
-            notes.append(Moved(evicted.version, "host"))
+            notes.append(Moved(evicted.version, "host", reason="room"))
             if evicted.slot != plan.slot:
                 self._arena.clear(evicted.slot)
         self._arena.publish(plan.slot, done.blocks)
-        if self.residency.commit(plan) is None:
+        epoch = self.residency.commit(plan)
+        if epoch is None:
             self._arena.clear(plan.slot)
-        else:
-            self._arrived[plan.version] = done.num_bytes
-            notes.append(Moved(plan.version, "device", done.seconds))
+            return
+        self._arrived[plan.version] = done.num_bytes
+        notes.append(Moved(plan.version, "device", done.seconds, rank=done.rank, size_bytes=done.num_bytes, epoch=epoch))
+
+    def _clear(self, freed: Evicted | None) -> None:
+        """Makes a slot that came free nobody's, and says so unless the version was taken away; then `Unloaded` says it."""
+        if freed is None:
+            return
+        self._arena.clear(freed.slot)
+        if freed.reason == "yield":
+            self._done.put(Moved(freed.version, "host", reason="yield"))
 
     def _run(self) -> None:
         """The copying thread."""
@@ -260,13 +279,13 @@ class DeviceAdapters:
             self._give_up(plan)
             self._report(Moved(plan.version, "corrupt"))
             return
-        self._done.put(_Copied(plan, blocks, image.num_bytes, time.monotonic() - started))
+        self._done.put(_Copied(plan, blocks, image.rank, image.num_bytes, time.monotonic() - started))
         self._wake.set()
 
     def _give_up(self, plan: LoadPlan) -> None:
         self.residency.fail(plan, retry=False)
         for evicted in plan.evicted:
-            self._report(Moved(evicted.version, "host"))
+            self._report(Moved(evicted.version, "host", reason="room"))
 
     def _report(self, note: Note) -> None:
         self._done.put(note)

@@ -28,6 +28,7 @@ from dataplane.engine.messages import (
     Stop,
     Submit,
     Tokens,
+    Unloaded,
     Unstage,
     Wanted,
 )
@@ -58,6 +59,8 @@ class EngineClient:
         ready: What the engine said when it came up.
         on_wanted: Called with a version whose image the engine lacks.
         on_moved: Called when a version changes place.
+        on_unloaded: Called when nothing is left of a version that was taken away.
+        on_state: Called with every state that somebody asked for, in its order among the other events.
         on_not_finite: Called when a request's logits were not finite.
         on_death: Called once when the engine ends without having been stopped.
     """
@@ -67,6 +70,8 @@ class EngineClient:
     def __init__(self) -> None:
         self.on_wanted: Callable[[Wanted], None] | None = None
         self.on_moved: Callable[[Moved], None] | None = None
+        self.on_unloaded: Callable[[Unloaded], None] | None = None
+        self.on_state: Callable[[State], None] | None = None
         self.on_not_finite: Callable[[NotFinite], None] | None = None
         self.on_death: Callable[[], None] | None = None
         self._streams: dict[str, _Stream] = {}
@@ -240,6 +245,7 @@ class EngineClient:
                 case State(token=token):
                     if (answer := self._queries.get(token)) is not None and not answer.done():
                         answer.set_result(event)
+                    self._notify(event)
                 case _:
                     self._notify(event)
 
@@ -250,6 +256,10 @@ class EngineClient:
                 callback = self.on_wanted
             case Moved():
                 callback = self.on_moved
+            case Unloaded():
+                callback = self.on_unloaded
+            case State():
+                callback = self.on_state
             case NotFinite():
                 callback = self.on_not_finite
         if callback is not None:

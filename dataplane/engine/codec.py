@@ -26,12 +26,13 @@ from dataplane.engine.messages import (
     Stop,
     Submit,
     Tokens,
+    Unloaded,
     Unstage,
     Wanted,
 )
 
 _COMMANDS = (Submit, Abort, Pause, Resume, Stage, Unstage, Fail, Query, Stop)
-_EVENTS = (Tokens, Failed, Wanted, Moved, NotFinite, State, Ready)
+_EVENTS = (Tokens, Failed, Wanted, Moved, Unloaded, NotFinite, State, Ready)
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_COMMANDS, *_EVENTS)}
 
 
@@ -66,8 +67,8 @@ def _build(kind: type[Any], fields: dict[str, Any]) -> Any:
     if kind is State:
         holdings = tuple(Holding(**holding) for holding in fields["holdings"])
         seconds = tuple((str(part), float(number)) for part, number in fields["seconds"])
-        counts = tuple(fields["queue_counts"])
-        return State(**{**fields, "holdings": holdings, "seconds": seconds, "queue_counts": counts})
+        counts = {name: tuple(fields[name]) for name in ("queue_counts", "rank_row_counts")}
+        return State(**{**fields, **counts, "holdings": holdings, "seconds": seconds})
     if kind is Ready:
         return Ready(**{**fields, "plan": tuple(fields["plan"])})
     return kind(**fields)

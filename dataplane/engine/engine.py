@@ -40,8 +40,10 @@ from dataplane.engine.queue_times import QueueTimes
 from dataplane.engine.queued import QueuedStepping
 from dataplane.engine.runner import Runner
 from dataplane.engine.scheduler import Scheduler
+from dataplane.engine.step_rows import StepRows
 from dataplane.engine.stepping import OverlappedStepping, SerialStepping, Stepping
 from dataplane.engine.stopwatch import Stopwatch
+from dataplane.engine.unloads import Unloads
 from dataplane.model.config import read_config
 from veneer.errors import VeneerError
 
@@ -95,12 +97,15 @@ class Engine:
             prices=Prices(decode_token=config.decode_price, rank_row=config.rank_row_price, load_mib=config.load_mib_price),
         )
         self._scheduler = Scheduler(limits, self._pool, self._adapters)
+        self._page_bytes = memory.page_bytes
+        self._unloads = Unloads(self._adapters, self._scheduler, page_bytes=memory.page_bytes)
         compiler = GrammarCompiler(Path(config.model_dir), vocab_size=model.vocab_size)
         self._grammars = Grammars(compiler, wake=self._wake.set, max_pending=config.max_waiting)
         self._unit_bytes = config.arena_unit_bytes
         self._arena_bytes = self._runner.arena.num_units * config.arena_unit_bytes
         self._watch = Stopwatch()
         self._queue_times = QueueTimes()
+        self._step_rows = StepRows()
         self._stopping = False
         self._steps = self._generated = self._mixed_steps = 0
         self._max_adapters = self._max_rows = 0
@@ -161,6 +166,7 @@ class Engine:
                 events += self._scheduler.fail_waiting(note.version, status=note.status, message=note.message)
             else:
                 events.append(note)
+        events += self._unloads.settle()
         events += self._scheduler.expire(time.monotonic())
         self._watch.lap("receive")
         plan = self._scheduler.schedule()
@@ -200,12 +206,15 @@ class Engine:
             case Resume(request_id):
                 self._scheduler.pause(request_id, paused=False)
             case Stage(version, path):
+                if (unloaded := self._unloads.cancel(version)) is not None:
+                    events.append(unloaded)
                 self._scheduler.prefix.unbar(version)
                 self._adapters.stage(version, path)
             case Unstage(version, drop_device):
-                self._adapters.unstage(version, drop_device=drop_device)
                 if drop_device:
-                    self._scheduler.prefix.bar(version)
+                    self._unloads.ask(version)
+                else:
+                    self._adapters.unstage(version, drop_device=False)
             case Fail(version, status, message):
                 events += self._scheduler.fail_waiting(version, status=status, message=message)
             case Query(token):
@@ -243,6 +252,7 @@ class Engine:
     def _count(self, plan: Plan) -> None:
         slots = {*plan.decodes.slots.tolist(), *(rows.slot for rows in plan.rows)}
         num_adapters = len(slots - {-1})
+        self._step_rows.observe(slots, self._runner.arena.descriptors.largest_rank)
         self._steps += 1
         self._max_adapters = max(self._max_adapters, num_adapters)
         self._max_rows = max(self._max_rows, plan.num_tokens)
@@ -263,6 +273,10 @@ class Engine:
             waiting_by_reason=scheduler.waiting_by_reason(),
             queue_counts=self._queue_times.counts,
             queue_seconds=self._queue_times.total_s,
+            rank_row_counts=self._step_rows.counts,
+            rank_rows=self._step_rows.total,
+            kv_page_bytes=self._page_bytes,
+            host_bytes=self._adapters.host_bytes,
             arena_bytes_used=residency.units_used * self._unit_bytes,
             arena_bytes_total=self._arena_bytes,
             leases=sum(holding.leases for holding in holdings),
@@ -276,7 +290,8 @@ class Engine:
             store_loads=self._store_loads,
             evictions=residency.counters.evictions,
             holdings=tuple(
-                Holding(item.version, item.place, item.rank, item.size_bytes, item.leases, item.epoch) for item in holdings
+                Holding(item.version, item.place, item.rank, item.size_bytes, item.leases, item.epoch, item.uses)
+                for item in holdings
             ),
             seconds=(*self._watch.seconds.items(), *self._runner.watch.seconds.items()),
         )

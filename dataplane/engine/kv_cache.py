@@ -149,12 +149,15 @@ class PagePool:
         self._forget_if_idle(tenant)
         pages.clear()
 
-    def forget(self, version: str | None, tenant: str | None = None) -> None:
+    def forget(self, version: str | None, tenant: str | None = None) -> int:
         """Drops the names of all pages that a version computed (None: the base), so that they are not shared any more.
 
         Args:
             version: The version.
             tenant: Only this tenant's pages; None for everybody's.
+
+        Returns:
+            The number of these pages. Those that a sequence holds come free with its end.
         """
         doomed = []
         for key, page in self._index.items():
@@ -169,6 +172,7 @@ class PagePool:
                 self._num_kept -= 1
                 self._free.append(page)
                 self._forget_if_idle(of_tenant)
+        return len(doomed)
 
     def _evict(self, count: int) -> None:
         """Frees kept pages: those of tenants above their shares first, the one most above it first, each tenant's oldest first.

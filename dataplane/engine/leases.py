@@ -34,6 +34,9 @@ class Adapters(Protocol):
     def evict(self, version: str) -> None:
         """Gives out no more leases of a version, whose copy goes with the last of them; it may be loaded again."""
 
+    def may_return(self, version: str) -> bool:
+        """Whether a version that leaves the device may be loaded again."""
+
     def excess_of(self, tenant: str) -> float:
         """Returns by how much a tenant's adapters take more of the arena than its share; below 0 it may have more."""
 
@@ -92,16 +95,16 @@ class Leases:
         self._adapters.release(lease, served=sequence.num_charged)
 
     def withhold(self, sequence: Sequence) -> None:
-        """Ends the lease of a sequence that waits; from then on it waits for its adapter again."""
-        if sequence.lease is not None:
+        """Ends the lease of a sequence, which waits for its adapter again; one that it could not have again it keeps."""
+        if sequence.lease is not None and self.may_return(sequence.lease.version):
             self.expect(sequence.lease.version)
             self.give_back(sequence)
 
     def stand_aside(self, sequence: Sequence) -> None:
-        """Ends the lease of a sequence that waits, or its wait for one: it keeps nothing on the device any more."""
+        """Ends the lease of a sequence that waits, or its wait for one; a lease that it could not have again it keeps."""
         if sequence.lease is None:
             self.expect_less(sequence.submit.version)
-        else:
+        elif self.may_return(sequence.lease.version):
             self.give_back(sequence)
 
     def expect(self, version: str | None) -> None:
@@ -133,6 +136,10 @@ class Leases:
     def evict(self, version: str) -> None:
         """Lets a version leave the device with the last lease on it."""
         self._adapters.evict(version)
+
+    def may_return(self, version: str) -> bool:
+        """Whether a version that leaves the device may be loaded again."""
+        return self._adapters.may_return(version)
 
     def excess_of(self, tenant: str) -> float:
         """Returns by how much a tenant's adapters take more of the arena than its share; below 0 it may have more."""

@@ -39,6 +39,7 @@ class MemoryPlan:
         arena: Adapters.
         kv: KV pages.
         graphs: Captured steps and the device's libraries; 0 on the CPU.
+        page_bytes: Bytes of a KV page.
         num_pages: KV pages that can be handed out.
         num_spare: Pages beside those: page 0, which is always zero, and for captured steps the page of rows that pad.
         max_context: Tokens of one sequence at most: the least of the model's, the setting's and what all pages hold.
@@ -49,6 +50,7 @@ class MemoryPlan:
     arena: int
     kv: int
     graphs: int
+    page_bytes: int
     num_pages: int
     num_spare: int
     max_context: int
@@ -99,6 +101,7 @@ def plan_memory(config: EngineConfig, model: Architecture) -> MemoryPlan:
         arena=config.arena_bytes,
         kv=(num_pages + num_spare) * page_bytes,
         graphs=_graph_bytes(config, model, row_bytes=per_row * dtype.itemsize, dtype=dtype),
+        page_bytes=page_bytes,
         num_pages=num_pages,
         num_spare=num_spare,
         max_context=max_context,

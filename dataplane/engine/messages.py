@@ -146,7 +146,7 @@ class Stage:
 class Unstage:
     """Takes a version away (retired, quarantined, host copy evicted).
 
-    `drop_device` gives out no more leases and frees its device copy once none is held.
+    `drop_device` gives out no more leases and frees its device copy once none is held; then an `Unloaded` follows.
     """
 
     version: str
@@ -283,14 +283,44 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A version changed place: on the device, back to host only (evicted), or its image was refused as corrupt.
+    """A version changed place.
 
-    `seconds` is the time that the copy took, 0 for evictions.
+    Attributes:
+        version: The version.
+        place: `device`; `host` when it lost its device copy; `corrupt` when its image was refused.
+        seconds: Time that the copy took; 0 for what lost its own.
+        reason: Why it lost it: for `room`, or to `yield` to a tenant below its share.
+        rank: Largest rank of what came to the device.
+        size_bytes: Bytes of its image.
+        epoch: Number of its load.
     """
 
     version: str
     place: Literal["device", "host", "corrupt"]
     seconds: float = 0.0
+    reason: Literal["room", "yield", ""] = ""
+    rank: int = 0
+    size_bytes: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    """What came free of a version that was taken away with its device copy (`Unstage`); nothing of it is left.
+
+    Attributes:
+        version: The version.
+        device_bytes: Bytes of the arena.
+        host_bytes: Bytes of its mapped image.
+        kv_bytes: Bytes of KV pages that it computed and that were kept for reuse.
+        came_back: It was staged again before all was free, so its device copy stays.
+    """
+
+    version: str
+    device_bytes: int = 0
+    host_bytes: int = 0
+    kv_bytes: int = 0
+    came_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +341,7 @@ class Holding:
     size_bytes: int
     leases: int
     epoch: int
+    uses: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,11 +350,13 @@ class State:
 
     `waiting_by_reason` tells how many of those that wait lack a seat (`capacity`), `pages`, `rank_rows` or room in the `arena`,
     wait for their `image`, stand aside since their reader is slow (`paused`), or for their `turn`. `queue_counts` are requests
-    that ran for the first time, by how long they had waited (see `queue_times`), `queue_seconds` the sum of that.
+    that ran for the first time, by how long they had waited (see `queue_times`), `queue_seconds` the sum of that;
+    `rank_row_counts` are steps by how many rank rows they walked (see `step_rows`), `rank_rows` the sum of those.
 
-    `kv_pages_kept` are free pages whose contents can be shared; `prefix_queries` and `prefix_hits` count prompt tokens that were
-    looked up, and found, in the prefix cache. `seconds` says where the loop's time went since start: to `receive` commands,
-    `schedule`, `run` (of which `fill`, `forward` and `sample` are parts), `commit` and `emit`.
+    `host_bytes` are those of mapped images. `kv_pages_kept` are free pages whose contents can be shared, `kv_page_bytes` the
+    bytes of one; `prefix_queries` and `prefix_hits` count prompt tokens that were looked up, and found, in the prefix cache.
+    `seconds` says where the loop's time went since start: to `receive` commands, `schedule`, `run` (of which `fill`, `forward`
+    and `sample` are parts), `commit` and `emit`.
     """
 
     token: int
@@ -351,6 +384,10 @@ class State:
     waiting_by_reason: dict[str, int] = field(default_factory=dict)
     queue_counts: tuple[int, ...] = ()
     queue_seconds: float = 0.0
+    rank_row_counts: tuple[int, ...] = ()
+    rank_rows: int = 0
+    kv_page_bytes: int = 0
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,4 +399,4 @@ class Ready:
     vocab_size: int
 
 
-Event = Tokens | Failed | Wanted | Moved | NotFinite | State | Ready
+Event = Tokens | Failed | Wanted | Moved | Unloaded | NotFinite | State | Ready

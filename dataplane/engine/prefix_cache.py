@@ -56,11 +56,12 @@ class PrefixCache:
                 self._pool.name(pages, keys, version=computed_by, tenant=sequence.submit.tenant)
         sequence.num_named = num_full
 
-    def bar(self, version: str) -> None:
-        """Drops what is kept of a version that was taken away, and keeps nothing of it until `unbar`."""
-        self._pool.forget(version)
+    def bar(self, version: str) -> int:
+        """Drops what is kept of a version that was taken away, and keeps nothing of it until `unbar`; returns its pages."""
+        num_pages = self._pool.forget(version)
         self._barred.setdefault(version, False)
         self._bound()
+        return num_pages
 
     def unbar(self, version: str) -> None:
         """Lets a version's pages be kept again, unless it ever gave values that are not finite."""

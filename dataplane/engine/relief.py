@@ -144,8 +144,8 @@ class Relief:
     def _arena_victims(self, beneficiary: Account, version: str) -> list[Sequence]:
         """Returns who must give leases back so that a version of the tenant most above its share can go for another.
 
-        They are all that use the version of its newest request; the version of its oldest one stays, and one that another
-        tenant uses too, since taking that would free nothing.
+        They are all that use the version of its newest request. The version of its oldest one stays; so do one that another
+        tenant uses too, since taking that would free nothing, and one that was taken away and could not come back.
         """
         above = [
             (excess / account.weight, account)
@@ -161,7 +161,8 @@ class Relief:
                 if sequence.lease is not None:
                     users.setdefault(sequence.lease.version, []).append(sequence)
             for used, sequences in users.items():
-                if sequences[-1] is not holders[-1] and len(sequences) == self._leases.active[used]:
+                is_its_alone = len(sequences) == self._leases.active[used]
+                if sequences[-1] is not holders[-1] and is_its_alone and self._leases.may_return(used):
                     return sequences
         return []
 

@@ -152,8 +152,12 @@ class Scheduler:
         else:
             self._tenants.resume(sequence)
             self._seating.resume(sequence)
-            if waits:
+            if waits and sequence.lease is None:
                 self._leases.expect(sequence.submit.version)
+
+    def has_to_return(self, version: str) -> bool:
+        """Whether a request that has begun waits for a version again."""
+        return any(sequence.num_output for sequence in self._requests.waiting_for(version))
 
     def fail_waiting(self, version: str, *, status: str, message: str) -> list[Failed]:
         """Ends every request that waits for a version."""

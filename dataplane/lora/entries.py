@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dataplane.lora.holdings import Place
+from dataplane.lora.holdings import Holding, Place
 from dataplane.lora.units import Extent
 
 
@@ -24,6 +24,7 @@ class Entry:
         leases: Tenants by the number of their lease.
         tenant: Who pays for the copy: the tenant that asked for it, then whoever used it last.
         used_at: When it was used last, by the residency's count of uses.
+        uses: Leases given.
         served: Tokens served since it was loaded.
         awaited: Requests that have no lease yet wait for it.
         owed: Loaded because it was due, and not leased since.
@@ -42,6 +43,7 @@ class Entry:
     leases: dict[int, str] = field(default_factory=dict)
     tenant: str = ""
     used_at: int = 0
+    uses: int = 0
     served: int = 0
     awaited: bool = False
     owed: bool = False
@@ -52,3 +54,8 @@ class Entry:
     def num_units(self) -> int:
         """Units that its copy takes."""
         return sum(extent.num_units for extent in self.extents)
+
+    def holding(self) -> Holding:
+        """Returns it as others see it."""
+        size_bytes, num_leases = sum(self.blocks), len(self.leases)
+        return Holding(self.version, self.place, self.rank, size_bytes, num_leases, self.epoch, self.uses)

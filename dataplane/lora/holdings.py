@@ -10,12 +10,17 @@ from dataplane.lora.units import Extent
 Place = Literal["host", "loading", "device"]
 
 
+Reason = Literal["room", "yield", "unload"]
+"""Why a device copy went: for another's room, since its tenant gave way, or since the version was taken away."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A version that lost its device copy, and the slot that it had."""
+    """A version that lost its device copy, the slot that it had, and why."""
 
     version: str
     slot: int
+    reason: Reason = "room"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class Holding:
         size_bytes: Bytes of the image.
         leases: Leases held.
         epoch: Number of its last load; 0 before the first.
+        uses: Leases given since it came to be held.
     """
 
     version: str
@@ -73,6 +79,7 @@ class Holding:
     size_bytes: int
     leases: int
     epoch: int
+    uses: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,18 +152,28 @@ class HostCache:
             if count:
                 self._in_use[version] = count
 
-    def remove(self, version: str) -> bool:
-        """Deletes a version's file (retired, quarantined, corrupt), held or not. Returns whether there was one."""
+    def remove(self, version: str) -> int:
+        """Deletes a version's file (retired, quarantined, corrupt), held or not. Returns its bytes; 0 when there was none."""
         with self._lock:
-            known = version in self._files
+            size_bytes = self._files.get(version, 0)
             self._forget(version)
             self._delete([version])
-        return known
+        return size_bytes
 
     def versions(self) -> tuple[str, ...]:
         """Returns the versions with a file, worth least first."""
         with self._lock:
             return tuple(self._victims.in_order())
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the versions with a file, and its bytes."""
+        with self._lock:
+            return dict(self._files)
+
+    def size_of(self, version: str) -> int | None:
+        """Returns the bytes of a version's file, or None."""
+        with self._lock:
+            return self._files.get(version)
 
     @property
     def num_bytes(self) -> int:

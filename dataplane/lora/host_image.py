@@ -39,6 +39,11 @@ class HostImage:
         self._stamp: _Stamp | None = None
         self._image = self._open()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are mapped."""
+        return self._image.num_bytes
+
     def image(self) -> Image:
         """Returns the image.
 

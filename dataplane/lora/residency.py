@@ -90,7 +90,7 @@ class Residency:
             elif entry.place == "device":
                 self._offer(entry)
 
-    def unstage(self, version: str, *, drop_device: bool = False) -> bool:
+    def unstage(self, version: str, *, drop_device: bool = False) -> Evicted | None:
         """Notes that a version's image is no longer in host memory; unknown versions are ignored.
 
         Args:
@@ -98,12 +98,12 @@ class Residency:
             drop_device: Also free its device copy as soon as no lease is held, and give out no more leases.
 
         Returns:
-            Whether a device copy was freed now.
+            The device copy that was freed now; None: there is none, or leases are held.
         """
         with self._lock:
             entry = self._entries.get(version)
             if entry is None:
-                return False
+                return None
             entry.in_host = False
             entry.dropped = entry.dropped or drop_device
             if entry.place == "device":
@@ -137,11 +137,12 @@ class Residency:
             entry.owed = False
             self._shares.claim(tenant, weight=weight)
             self._charge(entry, tenant)
+            entry.uses += 1
             self._touch(entry, uses=1)
             self._hits += 1
             return Lease(self._lease_id, version, entry.slot, entry.rank, entry.epoch)
 
-    def release(self, lease: Lease, *, served: int = 0) -> bool:
+    def release(self, lease: Lease, *, served: int = 0) -> Evicted | None:
         """Gives a lease back, once.
 
         Args:
@@ -149,7 +150,7 @@ class Residency:
             served: Tokens that were computed under it.
 
         Returns:
-            Whether a device copy that was to go was freed now.
+            The device copy, if it was to go and was freed now.
         """
         with self._lock:
             entry = self._entries[lease.version]
@@ -171,18 +172,30 @@ class Residency:
         with self._lock:
             self._wants.reserve(version)
 
-    def evict(self, version: str) -> bool:
+    def evict(self, version: str) -> Evicted | None:
         """Frees a version's device copy as soon as no lease is held, and gives out no more; it may be loaded again.
 
         Returns:
-            Whether it was freed now.
+            The copy, if it was freed now.
         """
         with self._lock:
             entry = self._entries.get(version)
             if entry is None or entry.place != "device":
-                return False
+                return None
             entry.leaving = True
             return self._settle(entry)
+
+    def may_return(self, version: str) -> bool:
+        """Whether a version that leaves the device may be loaded again; not one that was taken away."""
+        with self._lock:
+            entry = self._entries.get(version)
+            return entry is None or not entry.dropped
+
+    def arena_bytes(self, version: str) -> int:
+        """Returns the bytes of the arena that a version's copy takes, or is about to."""
+        with self._lock:
+            entry = self._entries.get(version)
+            return 0 if entry is None else entry.num_units * self._units.unit_bytes
 
     def excess_of(self, tenant: str) -> float:
         """Returns by how many units a tenant is above its share; 0 for one that has none: it neither holds a lease nor waits."""
@@ -264,10 +277,7 @@ class Residency:
         """Returns every version in host memory or on the device, most recently used first."""
         with self._lock:
             entries = sorted(self._entries.values(), key=lambda entry: -entry.used_at)
-            return tuple(
-                Holding(entry.version, entry.place, entry.rank, sum(entry.blocks), len(entry.leases), entry.epoch)
-                for entry in entries
-            )
+            return tuple(entry.holding() for entry in entries)
 
     @property
     def counters(self) -> Counters:
@@ -358,11 +368,12 @@ class Residency:
         assert (entry.place, entry.slot) == ("loading", plan.slot), "a load ends once"
         return entry
 
-    def _settle(self, entry: Entry) -> bool:
+    def _settle(self, entry: Entry) -> Evicted | None:
         """Frees a device copy that is to go and that nobody uses; forgets an entry that is nowhere."""
-        freed = (entry.dropped or entry.leaving) and entry.place == "device" and not entry.leases
-        if freed:
+        freed = None
+        if (entry.dropped or entry.leaving) and entry.place == "device" and not entry.leases:
             self._evictions += entry.leaving
+            freed = Evicted(entry.version, entry.slot, "unload" if entry.dropped else "yield")
             self._free(entry)
         self._forget_if_gone(entry)
         return freed

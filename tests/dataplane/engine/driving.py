@@ -23,6 +23,7 @@ class FakeAdapters:
     def __init__(self, resident: set[str] | None = None) -> None:
         self.resident = set() if resident is None else resident
         self.starved: set[str] = set()
+        self.dropped: set[str] = set()
         self.leases: dict[int, str] = {}
         self.users: dict[int, str] = {}
         self.weights: dict[str, int] = {}
@@ -63,6 +64,9 @@ class FakeAdapters:
 
     def evict(self, version: str) -> None:
         self.resident.discard(version)
+
+    def may_return(self, version: str) -> bool:
+        return version not in self.dropped
 
     def yields(self, holder: str, *, version: str, loader: str) -> bool:
         return self.excess_of(holder) > 0 > self.excess_of(loader)
@@ -272,7 +276,7 @@ class ArenaAdapters:
         self.acquire, self.want = self.residency.acquire, self.residency.want
         self.release, self.withdraw = self.residency.release, self.residency.withdraw
         self.reserve, self.evict, self.excess_of = self.residency.reserve, self.residency.evict, self.residency.excess_of
-        self.yields = self.residency.yields
+        self.yields, self.may_return = self.residency.yields, self.residency.may_return
         for version, units in versions.items():
             self.residency.stage(version, rank=int(version.split("r")[1]), blocks=[1] * units)
         self._loading: LoadPlan | None = None

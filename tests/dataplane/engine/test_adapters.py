@@ -145,7 +145,7 @@ def test_no_room_because_of_leases_is_starvation_until_one_goes(make: Callable[.
         harness.adapters.settle()
     harness.adapters.release(lease)
     harness.settle_until(lambda: harness.is_resident("w"))
-    assert Moved("v", "host") in harness.notes
+    assert Moved("v", "host", reason="room") in harness.notes
     assert not harness.is_resident("v")
 
 
@@ -191,5 +191,5 @@ def test_a_version_that_must_leave_goes_with_its_last_lease_and_may_come_back(
         harness.adapters.release(lease)
     assert not harness.is_resident("v")
     harness.settle_until(lambda: harness.is_resident("v"))
-    assert Moved("v", "host") in harness.notes
+    assert Moved("v", "host", reason="yield") in harness.notes
     assert harness.adapters.residency.counters.evictions == 1

@@ -21,6 +21,7 @@ from dataplane.engine.messages import (
     Stop,
     Submit,
     Tokens,
+    Unloaded,
     Unstage,
     Wanted,
 )
@@ -39,14 +40,17 @@ MESSAGES = [
     ),
     Failed("a", "INTERNAL", "two\nlines"),
     Wanted("v"),
-    Moved("v", "device", 0.25),
+    Moved("v", "device", 0.25, rank=8, size_bytes=100, epoch=3),
+    Moved("v", "host", reason="room"),
+    Unloaded("v", 1, 2, 3, came_back=True),
     NotFinite(None, "a"),
     State(
         token=1, running=2, waiting=3, kv_pages_used=4, kv_pages_total=5, arena_bytes_used=6, arena_bytes_total=7, leases=8,
         steps=9, max_adapters_in_step=10, max_rows_in_step=11, mixed_steps=12, generated_tokens=13, device_hits=14,
         host_hits=15, store_loads=16, evictions=17, holdings=(Holding("v", "host", 8, 100, 1, 2),),
         kv_pages_kept=18, prefix_queries=19, prefix_hits=20,
-        waiting_by_reason={"image": 21}, queue_counts=(22, 23), queue_seconds=24.5, seconds=(("run", 2.5),),
+        waiting_by_reason={"image": 21}, queue_counts=(22, 23), queue_seconds=24.5,
+        rank_row_counts=(25, 26), rank_rows=27, seconds=(("run", 2.5),),
     ),
     Ready(("line", "line"), 256, 160),
 ]  # fmt: skip

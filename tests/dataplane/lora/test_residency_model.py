@@ -34,9 +34,12 @@ class AgainstAModel(RuleBasedStateMachine):
 
     @rule(version=VERSIONS, drop=st.booleans())
     def unstage(self, version, drop):
-        if self.residency.unstage(version, drop_device=drop):
+        freed = self.residency.unstage(version, drop_device=drop)
+        if freed is not None:
             assert not self.leased(version)
-            del self.device[version]
+            plan, _ = self.device.pop(version)
+            assert (freed.version, freed.slot) == (version, plan.slot)
+            assert self.residency.arena_bytes(version) == 0
         self.staged.discard(version)
 
     @rule(target=leases, version=VERSIONS, tenant=st.sampled_from("xy"))
