@@ -1,21 +1,35 @@
-"""The operators' calls: what is resident where, and drain."""
+"""The operators' calls: what is resident where, as a list and as a stream; unload a version; drain."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import grpc
 
-from dataplane.engine.messages import Holding, State
+from dataplane.engine.messages import State
 from dataplane.generation import Generator
 from dataplane.lora.host_cache import HostCache
 from dataplane.metrics import Metrics
+from dataplane.residency_feed import Held, Position, ResidencyFeed, Update
+from dataplane.unloads import Unloads
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc
+from veneer.errors import ResourceExhaustedError
 
-_TIERS = {"host": admin_pb2.TIER_HOST, "loading": admin_pb2.TIER_LOADING, "device": admin_pb2.TIER_DEVICE}
-_DEFAULT_GRACE_S = 60.0
+_TIERS = {
+    "disk": admin_pb2.TIER_DISK,
+    "host": admin_pb2.TIER_HOST,
+    "loading": admin_pb2.TIER_LOADING,
+    "device": admin_pb2.TIER_DEVICE,
+}
+_DEFAULT_GRACE_S = _DEFAULT_WAIT_S = 60.0
+_MAX_WATCHERS = 64
+_WATCH_S = 300.0
+"""A watch ends after this, and its reader comes back with its position: so its credential is asked for again."""
+_SILENCE_S = 5.0
+_VERSIONS_IN_MESSAGE = 4000
 
 
 class EngineView(Protocol):
@@ -29,12 +43,22 @@ class EngineView(Protocol):
         """
 
 
+class Unloader(Protocol):
+    """Who lets versions go; the prefetcher."""
+
+    def unload(self, version: str, /) -> None:
+        """Lets all of a version go that the node holds."""
+
+
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Serves `veneer.dataplane.v1.AdminService`.
 
     Args:
         engine: The engine.
-        cache: Host images.
+        feed: What the node holds.
+        unloader: Lets versions go.
+        unloads: What came free of them.
+        cache: Image files.
         generator: Running streams.
         metrics: Mean load times.
         base_digest: Digest of the base that is served.
@@ -45,6 +69,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self,
         *,
         engine: EngineView,
+        feed: ResidencyFeed,
+        unloader: Unloader,
+        unloads: Unloads,
         cache: HostCache,
         generator: Generator,
         metrics: Metrics,
@@ -52,7 +79,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         stop_serving: Callable[[], Awaitable[None]],
     ) -> None:
         self._engine = engine
+        self._feed = feed
+        self._unloader = unloader
+        self._unloads = unloads
         self._cache = cache
+        self._num_watchers = 0
         self._generator = generator
         self._metrics = metrics
         self._base_digest = base_digest
@@ -63,18 +94,73 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.GetResidencyRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
     ) -> admin_pb2.GetResidencyResponse:
-        """Tells what the engine and the host cache hold; for versions in both, the higher tier."""
-        state = await self._engine.state()
+        """Tells what the engine and the cache of image files hold; for versions in several tiers, the highest."""
+        state = await self._engine.state()  # the feed hears of it first
+        held = sorted(self._feed.read(None).held, key=lambda one: one.version)
         return admin_pb2.GetResidencyResponse(
             base_digest=self._base_digest,
-            versions=self._versions(state.holdings),
-            engine=_engine_state(state),
+            versions=map(_version, held),
+            engine=_engine_state(state, disk_bytes=self._cache.num_bytes, unloading=self._unloads.num_pending),
             device_hits=state.device_hits,
             host_hits=state.host_hits,
             store_loads=state.store_loads,
             mean_store_load_s=self._metrics.mean_load_s("store", "host"),
             mean_device_load_s=self._metrics.mean_load_s("host", "device"),
         )
+
+    async def WatchResidency(  # noqa: N802
+        self,
+        request: admin_pb2.WatchResidencyRequest,
+        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
+    ) -> AsyncIterator[admin_pb2.WatchResidencyResponse]:
+        """Streams what the node holds from where the reader stands.
+
+        Raises:
+            ResourceExhaustedError: Too many read already.
+        """
+        after = request.after
+        position = Position(after.epoch, after.sequence) if request.HasField("after") else None
+        clock = asyncio.get_running_loop().time
+        end_s = clock() + _WATCH_S
+        with self._watcher():
+            while clock() < end_s:
+                update = self._feed.read(position)
+                for message in _messages(update):
+                    yield message
+                position = update.position
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_SILENCE_S):
+                        await self._feed.wait(position)
+
+    async def UnloadVersion(  # noqa: N802
+        self,
+        request: admin_pb2.UnloadVersionRequest,
+        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
+    ) -> admin_pb2.UnloadVersionResponse:
+        """Lets a version go, waits until nothing is left of it, and tells what came free."""
+        version = request.version
+        wait_s = request.wait.ToNanoseconds() / 1e9 if request.HasField("wait") else _DEFAULT_WAIT_S
+        await self._engine.state()
+        if self._feed.holds(version):
+            self._unloader.unload(version)
+        complete = await self._unloads.wait(version, timeout_s=wait_s)
+        response = admin_pb2.UnloadVersionResponse(complete=complete)
+        if not complete:
+            state = await self._engine.state()
+            response.leases = sum(one.leases for one in state.holdings if one.version == version)
+        elif (unload := self._unloads.last(version)) is not None:
+            response.freed.MergeFrom(
+                admin_pb2.FreedBytes(
+                    device_bytes=unload.device_bytes,
+                    host_bytes=unload.host_bytes,
+                    disk_bytes=unload.disk_bytes,
+                    kv_bytes=unload.kv_bytes,
+                )
+            )
+            response.took.FromNanoseconds(round(unload.seconds * 1e9))
+            response.complete = not unload.came_back
+            response.came_back = unload.came_back
+        return response
 
     async def Drain(  # noqa: N802
         self,
@@ -92,25 +178,47 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             pass
         return admin_pb2.DrainResponse(remaining=self._generator.num_streams)
 
-    def _versions(self, holdings: Iterable[Holding]) -> list[admin_pb2.ResidentVersion]:
-        versions = {
-            holding.version: admin_pb2.ResidentVersion(
-                version=holding.version,
-                tier=_TIERS[holding.place],
-                max_rank=holding.rank,
-                size_bytes=holding.size_bytes,
-                leases=holding.leases,
-                epoch=holding.epoch,
-            )
-            for holding in holdings
-        }
-        for version in self._cache.versions():
-            if version not in versions:
-                versions[version] = admin_pb2.ResidentVersion(version=version, tier=admin_pb2.TIER_HOST)
-        return [versions[version] for version in sorted(versions)]
+    @contextmanager
+    def _watcher(self) -> Iterator[None]:
+        if self._num_watchers >= _MAX_WATCHERS:
+            raise ResourceExhaustedError(f"{_MAX_WATCHERS} readers watch already", retry_after_s=5.0)
+        self._num_watchers += 1
+        self._metrics.watched(self._num_watchers)
+        try:
+            yield
+        finally:
+            self._num_watchers -= 1
+            self._metrics.watched(self._num_watchers)
 
 
-def _engine_state(state: State) -> admin_pb2.EngineState:
+def _messages(update: Update) -> Iterator[admin_pb2.WatchResidencyResponse]:
+    """Cuts an update into messages that every reader takes."""
+    position = admin_pb2.ResidencyPosition(epoch=update.position.epoch, sequence=update.position.sequence)
+    for start in range(0, max(len(update.held), 1), _VERSIONS_IN_MESSAGE):
+        end = start + _VERSIONS_IN_MESSAGE
+        is_last = end >= len(update.held)
+        yield admin_pb2.WatchResidencyResponse(
+            position=position,
+            snapshot=update.is_snapshot and start == 0,
+            versions=map(_version, update.held[start:end]),
+            gone=update.gone if is_last else (),
+            more=not is_last,
+        )
+
+
+def _version(held: Held) -> admin_pb2.ResidentVersion:
+    return admin_pb2.ResidentVersion(
+        version=held.version,
+        tier=_TIERS[held.tier],
+        max_rank=held.rank,
+        size_bytes=held.size_bytes,
+        leases=held.leases,
+        epoch=held.epoch,
+        uses=held.uses,
+    )
+
+
+def _engine_state(state: State, *, disk_bytes: int, unloading: int) -> admin_pb2.EngineState:
     return admin_pb2.EngineState(
         running=state.running,
         waiting=state.waiting,
@@ -128,4 +236,9 @@ def _engine_state(state: State) -> admin_pb2.EngineState:
         kv_pages_kept=state.kv_pages_kept,
         prefix_queries=state.prefix_queries,
         prefix_hits=state.prefix_hits,
+        kv_page_bytes=state.kv_page_bytes,
+        host_bytes_used=state.host_bytes,
+        disk_bytes_used=disk_bytes,
+        unloading=unloading,
+        rank_rows=state.rank_rows,
     )

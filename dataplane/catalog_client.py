@@ -7,6 +7,7 @@ that the control plane cannot be reached.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import secrets
@@ -177,6 +178,10 @@ class CatalogClient:
                 raise UnavailableError("this node is not enrolled any more", retry_after_s=1.0) from error
             raise
         return _answer(response)
+
+    async def identify(self) -> str:
+        """Asks for this node's own identifier in the catalogue."""
+        return (await self.introspect(hashlib.sha256(self._secret.encode()).digest())).key_id
 
     async def introspect(self, key_digest: bytes) -> Identity:
         """Asks who a credential belongs to; UnauthenticatedError when to nobody."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from dataplane.engine.messages import State
 from dataplane.engine.queue_times import BOUNDS_S
+from dataplane.engine.step_rows import RANK_ROW_BOUNDS
 from dataplane.token_stream import Piece
 
 _OTHER = "other"
@@ -35,21 +36,25 @@ class RequestTimer:
     last_s: float | None = None
 
 
-class _QueueTimes(Collector):
-    """The histogram of waits that the engine keeps itself."""
+class _Histogram(Collector):
+    """A histogram that the engine keeps itself."""
 
-    def __init__(self, base_name: str) -> None:
-        self._base_name = base_name
-        self.counts: tuple[int, ...] = ()
-        self.total_s = 0.0
+    def __init__(self, name: str, text: str, *, bounds: Iterable[float], labels: dict[str, str]) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._names = (*map(str, map(float, bounds)), "+Inf")
+        self._seen: tuple[tuple[int, ...], float] = ((), 0.0)
+
+    def show(self, counts: tuple[int, ...], total: float) -> None:
+        """Shows the counts of its buckets, and the sum of what was counted."""
+        self._seen = counts, total
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """Returns it; called by the thread that renders the page."""
-        text = "From the engine's queue to the first step, since the engine's start."
-        family = HistogramMetricFamily("vllm:request_queue_time_seconds", text, labels=("model_name",))
-        if counts := self.counts:
-            names = (*map(str, map(float, BOUNDS_S)), "+Inf")
-            family.add_metric((self._base_name,), list(zip(names, itertools.accumulate(counts), strict=True)), self.total_s)
+        family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
+        counts, total = self._seen
+        if counts:
+            buckets = list(zip(self._names, itertools.accumulate(counts), strict=True))
+            family.add_metric(tuple(self._labels.values()), buckets, total)
         return (family,)
 
 
@@ -84,8 +89,20 @@ class Metrics:
         self._reasons = Gauge(
             "vllm:num_requests_waiting_by_reason", "Requests that wait, by what for.", ("model_name", "reason"), registry=registry
         )
-        self._queue_times = _QueueTimes(base_name)
+        self._queue_times = _Histogram(
+            "vllm:request_queue_time_seconds",
+            "From the engine's queue to the first step, since the engine's start.",
+            bounds=BOUNDS_S,
+            labels={"model_name": base_name},
+        )
         registry.register(self._queue_times)
+        self._step_rows = _Histogram(
+            "veneer_step_rank_rows",
+            "Rank rows that a step walks, since the engine's start.",
+            bounds=RANK_ROW_BOUNDS,
+            labels={},
+        )
+        registry.register(self._step_rows)
         self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Used part of the KV pages; 1 is all.")
         self._cache_config = Gauge("vllm:cache_config_info", "Always 1.", ("block_size", "num_gpu_blocks"), registry=registry)
         self._prefix = {
@@ -119,7 +136,12 @@ class Metrics:
             registry=registry,
         )
         self._load_failures = counter("veneer_adapter_load_failures", "Loads that failed for good.", ["status"])
-        self._evictions = counter("veneer_adapter_evictions", "Adapters that made room.", ["level"])
+        self._evictions = counter("veneer_adapter_evictions", "Copies of adapters that went, by why.", ["level", "reason"])
+        self._unloads = counter("veneer_adapter_unloads", "Versions that were let go whole.", [])
+        self._unloaded_bytes = counter("veneer_adapter_unloaded_bytes", "Bytes that came free with them.", ["level"])
+        self._unloading = Gauge("veneer_adapter_unloading", "Versions to be let go that requests still use.", registry=registry)
+        self._reports = counter("veneer_residency_reports", "Reports of what the node holds, to Redis.", ["outcome"])
+        self._watchers = Gauge("veneer_residency_watchers", "Readers of what the node holds.", registry=registry)
         self._corruptions = counter("veneer_adapter_corruptions", "Bytes found corrupt.", ["level"])
         self._prefetches = counter("veneer_adapter_prefetch", "Hints acted on.", ["outcome"])
         self._hits = Gauge(
@@ -128,7 +150,10 @@ class Metrics:
             ("level",),
             registry=registry,
         )
-        self._resident_bytes = Gauge("veneer_adapter_resident_bytes", "Bytes of adapters.", ("level",), registry=registry)
+        self._resident = Gauge("veneer_adapter_resident", "Adapters by their highest level.", ("level",), registry=registry)
+        self._resident_bytes = Gauge(
+            "veneer_adapter_resident_bytes", "Bytes of adapters, and of KV pages kept for reuse.", ("level",), registry=registry
+        )
         self._rank_rows = Gauge("veneer_adapter_resident_rank_rows", "Sum of the ranks on the device.", registry=registry)
         self._leases = Gauge("veneer_adapter_leases", "Leases held by running requests.", registry=registry)
         self._fallbacks = counter("veneer_fallbacks", "Requests that the base answered in place of an adapter.", ["reason"])
@@ -183,9 +208,25 @@ class Metrics:
         """A version cannot be had."""
         self._load_failures.labels(status).inc()
 
-    def evicted(self, level: str) -> None:
-        """A version made room."""
-        self._evictions.labels(level).inc()
+    def evicted(self, level: str, reason: str) -> None:
+        """A version lost its copy."""
+        self._evictions.labels(level, reason).inc()
+
+    def unloaded(self, freed: Mapping[str, int]) -> None:
+        """A version was let go; bytes that came free by level."""
+        self._unloads.inc()
+        for level, num_bytes in freed.items():
+            self._unloaded_bytes.labels(level).inc(num_bytes)
+            if num_bytes and level in ("device", "disk"):
+                self._evictions.labels(level, "unload").inc()
+
+    def reported(self, outcome: str) -> None:
+        """A report to Redis came to an end."""
+        self._reports.labels(outcome).inc()
+
+    def watched(self, num_readers: int) -> None:
+        """Readers of what the node holds came or went."""
+        self._watchers.set(num_readers)
 
     def corrupt(self, level: str) -> None:
         """Bytes were found corrupt."""
@@ -213,7 +254,8 @@ class Metrics:
         self._waiting.set(state.waiting)
         for reason, count in state.waiting_by_reason.items():
             self._reasons.labels(self._base_name, reason).set(count)
-        self._queue_times.counts, self._queue_times.total_s = state.queue_counts, state.queue_seconds
+        self._queue_times.show(state.queue_counts, state.queue_seconds)
+        self._step_rows.show(state.rank_row_counts, state.rank_rows)
         self._kv_usage.set(state.kv_pages_used / max(state.kv_pages_total, 1))
         self._cache_config.labels(page_size, state.kv_pages_total).set(1)
         for kind, count in (("queries", state.prefix_queries), ("hits", state.prefix_hits)):
@@ -228,6 +270,8 @@ class Metrics:
         for level, count in (("device", state.device_hits), ("host", state.host_hits), ("store", state.store_loads)):
             self._hits.labels(level).set(count)
         self._resident_bytes.labels("device").set(state.arena_bytes_used)
+        self._resident_bytes.labels("host").set(state.host_bytes)
+        self._resident_bytes.labels("kv").set(state.kv_pages_kept * state.kv_page_bytes)
         self._rank_rows.set(sum(holding.rank for holding in on_device))
         self._leases.set(state.leases)
         for part, seconds in state.seconds:
@@ -235,9 +279,12 @@ class Metrics:
             self._engine_seconds.labels(part).inc(seconds - known if seconds >= known else seconds)
             self._engine_seconds_seen[part] = seconds
 
-    def show_host(self, num_bytes: int) -> None:
-        """Shows the host cache's size."""
-        self._resident_bytes.labels("host").set(num_bytes)
+    def show_held(self, tiers: Mapping[str, int], *, disk_bytes: int, unloading: int) -> None:
+        """Shows how many versions each tier holds, the bytes of image files, and how many versions are being let go."""
+        for tier, count in tiers.items():
+            self._resident.labels(tier).set(count)
+        self._resident_bytes.labels("disk").set(disk_bytes)
+        self._unloading.set(unloading)
 
     def show_catalog(self, *, age_s: float, answers: dict[str, int], hints_connected: bool) -> None:
         """Shows how fresh the node's knowledge is."""

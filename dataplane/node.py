@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,24 +15,29 @@ from dataplane.admin import AdminServicer
 from dataplane.catalog_client import CatalogClient, Change, open_channel
 from dataplane.change_feed import ChangeFeed
 from dataplane.engine.client import EngineClient
-from dataplane.engine.config import EngineConfig
+from dataplane.engine.messages import State
 from dataplane.frontend.prompts import Prompts
 from dataplane.generation import Generator, StreamLimits
 from dataplane.hints import Allowance, Hint, HintSubscriber
 from dataplane.lora.eviction import Recency
 from dataplane.lora.host_cache import HostCache
 from dataplane.metrics import Metrics
+from dataplane.options import engine_config, server_options
 from dataplane.prefetcher import Prefetcher
+from dataplane.residency_feed import ResidencyFeed
+from dataplane.residency_reports import ResidencyReporter
 from dataplane.resolve_cache import ResolveCache, Subject
 from dataplane.servicer import GenerationServicer
 from dataplane.settings import Settings
 from dataplane.store import AdapterStore, StoreLimits
 from dataplane.supervision import EngineSupervisor
+from dataplane.unloads import Unloads
 from veneer.access import Authenticator, Identity, Rule, Rules
 from veneer.artifact import BaseDescription, BaseWeights, Limits, describe_base
+from veneer.controlplane.v1 import reports_pb2
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from veneer.errors import InvalidArgumentError, UnauthenticatedError, UnavailableError, VeneerError, Violation
-from veneer.server import Addresses, PlaneServer, ServerOptions, Service, Tls
+from veneer.server import Addresses, PlaneServer, Service
 
 _log = logging.getLogger(__name__)
 _ENROLL_S = 60.0
@@ -44,6 +48,8 @@ RULES: Rules = {
     # Whose key it is the control plane says, together with what the reference means: one call instead of two.
     "/veneer.dataplane.v1.GenerationService/Generate": Rule.of("bearer"),
     "/veneer.dataplane.v1.AdminService/GetResidency": Rule.of("operator"),
+    "/veneer.dataplane.v1.AdminService/WatchResidency": Rule.of("operator"),
+    "/veneer.dataplane.v1.AdminService/UnloadVersion": Rule.of("operator"),
     "/veneer.dataplane.v1.AdminService/Drain": Rule.of("operator"),
 }
 
@@ -84,6 +90,7 @@ class Node:
         self._in_process = in_process
         self._tasks: list[asyncio.Task[None]] = []
         self._channel: grpc.aio.Channel | None = None
+        self._reporter: ResidencyReporter | None = None
         self._registry = CollectorRegistry()
         self.server: PlaneServer
 
@@ -95,15 +102,17 @@ class Node:
         """
         settings = self._settings
         base = await asyncio.to_thread(describe_base, settings.model_dir)
+        self.base_digest = base.digest
         self.metrics = Metrics(self._registry, base_name=base.name)
         self._channel = open_channel(settings.control_plane, ca_pem=self._control_plane_ca())
         self.client = CatalogClient(self._channel, base_digest=base.digest)
         await self._enroll()
         self.supervisor = EngineSupervisor(
-            partial(EngineClient.start, _engine_config(settings, base.digest), in_process=self._in_process),
+            partial(EngineClient.start, engine_config(settings, base.digest), in_process=self._in_process),
             metrics=self.metrics,
             report_not_finite=self.client.report_not_finite,
         )
+        self._state: State | None = None
         self._build_loading(base)
         ready = await self.supervisor.start()
         for line in ready.plan:
@@ -124,6 +133,8 @@ class Node:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
+        if self._reporter is not None:
+            await self._reporter.close()
         if hasattr(self, "prefetcher"):
             await self.prefetcher.close()
         if hasattr(self, "supervisor"):
@@ -153,15 +164,18 @@ class Node:
             limits=StoreLimits(max_fetches=settings.max_fetches),
             observe=self.metrics.fetched,
         )
+        self.residency = ResidencyFeed(self.cache)
+        self.unloads = Unloads(self.metrics)
         self.prefetcher = Prefetcher(
             store=store,
             cache=self.cache,
             engine=self.supervisor,
             may_serve=self.client.grant_blobs,
             metrics=self.metrics,
+            unloads=self.unloads,
             load_timeout_s=settings.load_timeout_s,
         )
-        self.supervisor.attach(self.prefetcher)
+        self.supervisor.attach(self.prefetcher, self.residency)
 
     def _build_serving(self, base: BaseDescription, *, max_context: int, vocab_size: int) -> None:
         settings = self._settings
@@ -189,6 +203,9 @@ class Node:
         )
         admin = AdminServicer(
             engine=self.supervisor,
+            feed=self.residency,
+            unloader=self.prefetcher,
+            unloads=self.unloads,
             cache=self.cache,
             generator=self.generator,
             metrics=self.metrics,
@@ -198,7 +215,7 @@ class Node:
         generation = GenerationServicer(self.generator)
         authenticator = NodeAuthenticator(self.client)
         self.server = PlaneServer(
-            _server_options(settings),
+            server_options(settings),
             services=[
                 Service(
                     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
@@ -237,6 +254,14 @@ class Node:
                 allowance=Allowance(per_s=settings.hints_per_s, burst=64),
             )
             self._spawn(self._hints.run(), "hints")
+            self._reporter = ResidencyReporter(
+                settings.redis_url.get_secret_value(),
+                feed=self.residency,
+                identify=self.client.identify,
+                describe=self._describe,
+                metrics=self.metrics,
+            )
+            self._spawn(self._reporter.run(), "residency-reports")
         self._spawn(self._show_metrics(), "metrics")
         self._spawn(self._watch_health(), "health")
 
@@ -274,18 +299,35 @@ class Node:
         settings = self._settings
         while True:
             try:
-                state = await self.supervisor.state()
-                self.metrics.show_engine(state, page_size=settings.page_size, max_slots=settings.max_slots)
+                self._state = await self.supervisor.state()
+                self.metrics.show_engine(self._state, page_size=settings.page_size, max_slots=settings.max_slots)
             except UnavailableError:
                 pass  # the engine restarts; its last figures stay
             counts = self.resolver.counts
-            self.metrics.show_host(self.cache.num_bytes)
+            self.metrics.show_held(self.residency.tiers(), disk_bytes=self.cache.num_bytes, unloading=self.unloads.num_pending)
             self.metrics.show_catalog(
                 age_s=self.feed.age_s,
                 answers={"fresh": counts.fresh, "asked": counts.asked, "stale": counts.stale, "regressed": counts.regressed},
                 hints_connected=self._hints is not None and self._hints.connected,
             )
             await asyncio.sleep(_METRICS_S)
+
+    def _describe(self) -> reports_pb2.NodeReport:
+        """What Redis hears of the node beside what it holds."""
+        settings, state, addresses = self._settings, self._state, self.server.addresses
+        report = reports_pb2.NodeReport(
+            base_digest=self.base_digest,
+            serving=self._is_serving,
+            address=settings.advertise or ("" if addresses is None else addresses.callers),
+            max_running=settings.max_sequences,
+            slots=settings.max_slots,
+            host_bytes_total=self.cache.max_bytes,
+            host_bytes_used=self.cache.num_bytes,
+        )
+        if state is not None:
+            report.running, report.waiting = state.running, state.waiting
+            report.device_bytes_total, report.device_bytes_used = state.arena_bytes_total, state.arena_bytes_used
+        return report
 
     def _on_evicted(self, versions: tuple[str, ...]) -> None:
         self.prefetcher.evicted(versions)
@@ -305,12 +347,16 @@ class Node:
         if hint.version:
             self.prefetcher.hint(hint.version)
 
+    @property
+    def _is_serving(self) -> bool:
+        is_fresh = self.feed.age_s <= self._settings.t_stale_s + self._settings.poll_interval_s
+        return self.supervisor.is_running and is_fresh and not self.generator.draining
+
     async def _watch_health(self) -> None:
         """Reports NOT_SERVING while there is no engine, or the catalogue is older than answers may be, or the node drains."""
         was_serving = True
         while True:
-            is_fresh = self.feed.age_s <= self._settings.t_stale_s + self._settings.poll_interval_s
-            serving = self.supervisor.is_running and is_fresh and not self.generator.draining
+            serving = self._is_serving
             if serving != was_serving:
                 was_serving = serving
                 await self.server.set_serving(serving)
@@ -334,54 +380,6 @@ class Node:
             )
             raise InvalidArgumentError.of([Violation("control_plane", fault)])
         return None
-
-
-def _engine_config(settings: Settings, base_digest: str) -> EngineConfig:
-    return EngineConfig(
-        model_dir=str(Path(settings.model_dir).resolve()),
-        device=settings.device,
-        dtype=settings.dtype,
-        cpu_form=settings.cpu_form,
-        stepping=settings.stepping,
-        batch_invariant=settings.batch_invariant,
-        num_threads=settings.num_threads,
-        max_sequences=settings.max_sequences,
-        max_step_tokens=settings.max_step_tokens,
-        page_size=settings.page_size,
-        kv_bytes=settings.kv_budget,
-        arena_bytes=settings.arena_budget,
-        arena_unit_bytes=settings.arena_unit_bytes,
-        max_slots=settings.max_slots,
-        max_rank=settings.max_rank,
-        max_step_rank_rows=settings.max_step_rank_rows,
-        max_context=settings.max_context,
-        max_waiting=settings.max_waiting,
-        max_waiting_per_tenant=settings.max_waiting_per_tenant,
-        max_step_ms=settings.max_step_ms,
-        quantum_tokens=settings.quantum_tokens,
-        eviction=settings.eviction,
-        decode_price=settings.decode_price,
-        rank_row_price=settings.rank_row_price,
-        load_mib_price=settings.load_mib_price,
-        base_digest=base_digest,
-    )
-
-
-def _server_options(settings: Settings) -> ServerOptions:
-    tls = None
-    if settings.tls_certificate is not None and settings.tls_key is not None:
-        tls = Tls(certificate=settings.tls_certificate, key=settings.tls_key)
-    return ServerOptions(
-        callers=settings.listen_callers,
-        operators=settings.listen_operators,
-        metrics=settings.listen_metrics,
-        tls=tls,
-        allow_plaintext=settings.allow_plaintext,
-        reflection=settings.reflection,
-        ready_file=settings.ready_file,
-        drain_delay_s=settings.drain_delay_s,
-        drain_grace_s=settings.drain_grace_s,
-    )
 
 
 def _log_end(task: asyncio.Task[None]) -> None:

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from dataplane.engine.messages import Unloaded
 from dataplane.lora.host_cache import HostCache
 from dataplane.metrics import Metrics
+from dataplane.unloads import Unloads
 from veneer.errors import (
     FailedPreconditionError,
     InternalError,
@@ -88,6 +90,7 @@ class Prefetcher:
         may_serve: Asks the control plane whether a version may still be served: raises NotFoundError or FailedPreconditionError
             if not.
         metrics: Counts loads.
+        unloads: Counts what comes free of versions that go.
         load_timeout_s: How long a load is retried.
         max_hints: Hints that may wait.
     """
@@ -100,6 +103,7 @@ class Prefetcher:
         engine: ImageSink,
         may_serve: Callable[[str], Awaitable[object]],
         metrics: Metrics,
+        unloads: Unloads,
         load_timeout_s: float = 30.0,
         max_hints: int = 64,
     ) -> None:
@@ -108,6 +112,7 @@ class Prefetcher:
         self._engine = engine
         self._may_serve = may_serve
         self._metrics = metrics
+        self._unloads = unloads
         self._load_timeout_s = load_timeout_s
         self._loads: dict[str, _Load] = {}
         self._staged: set[str] = set()
@@ -159,8 +164,12 @@ class Prefetcher:
         for version in {*self._cache.versions(), *self._staged, *self._on_device, *self._loads}:
             self.recheck(version)
 
-    def moved(self, version: str, place: str, *, seconds: float) -> None:
-        """The engine moved a version: to the device, off it, or found its image corrupt."""
+    def unload(self, version: str) -> None:
+        """Lets all of a version go that the node holds; it is loaded again when a request needs it and it may be served."""
+        self._drop(version)
+
+    def moved(self, version: str, place: str, *, seconds: float, reason: str = "") -> None:
+        """The engine moved a version: to the device, off it and why, or found its image corrupt."""
         match place:
             case "device":
                 self._on_device.add(version)
@@ -168,7 +177,7 @@ class Prefetcher:
                 self._metrics.loaded("host", "device", seconds)
             case "host":
                 self._on_device.discard(version)
-                self._metrics.evicted("device")
+                self._metrics.evicted("device", reason)
             case _:
                 self._replace(version)
 
@@ -177,12 +186,17 @@ class Prefetcher:
         for version in versions:
             self._staged.discard(version)
             self._engine.unstage(version)
-            self._metrics.evicted("host")
+            self._metrics.evicted("disk", "room")
+
+    def unloaded(self, event: Unloaded) -> None:
+        """Nothing is left in the engine of a version that was dropped."""
+        self._unloads.finish(event)
 
     def forget_engine(self) -> None:
-        """The engine is a new one: it knows no image yet."""
+        """There is no engine, or a new one that knows no image yet."""
         self._staged.clear()
         self._on_device.clear()
+        self._unloads.engine_lost()
 
     async def run(self) -> None:
         """Acts on hints and on changes of the catalogue, until cancelled."""
@@ -229,11 +243,11 @@ class Prefetcher:
         self._load(version)
 
     def _drop(self, version: str) -> None:
-        """The version may not be served any more; requests that run keep their lease on the device copy."""
+        """Lets a version go; requests that run keep their lease on the device copy."""
         self._staged.discard(version)
         self._on_device.discard(version)
+        self._unloads.begin(version, disk_bytes=self._cache.remove(version))
         self._engine.unstage(version, drop_device=True)
-        self._cache.remove(version)
 
     def _load(self, version: str) -> _Load:
         load = self._loads.get(version)
@@ -245,6 +259,7 @@ class Prefetcher:
         started_s = time.monotonic()
         try:
             await self._fetch(version, started_s)
+            await self._dispel_doubt(version)
         except asyncio.CancelledError:
             self._fail(version, UnavailableError("the node is stopping"), claims=self._loads.pop(version).claims)
             raise
@@ -262,6 +277,20 @@ class Prefetcher:
             claim.loaded.set_result(None)
         if load.doubted:
             self.recheck(version)
+
+    async def _dispel_doubt(self, version: str) -> None:
+        """Asks again whether a version that was fetched may be served, if the catalogue changed something about it meanwhile."""
+        load = self._loads[version]
+        while load.doubted:
+            load.doubted = False
+            try:
+                await self._may_serve(version)
+            except (NotFoundError, FailedPreconditionError) as error:
+                self._drop(version)
+                raise FailedPreconditionError("the version cannot be served any more") from error
+            except VeneerError:  # unreachable; those who wait were admitted before
+                load.doubted = True
+                return
 
     async def _fetch(self, version: str, started_s: float) -> None:
         pause_s = 0.1

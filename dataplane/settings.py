@@ -65,6 +65,7 @@ class Settings(BaseSettings):
         slow_reader_s: How long that may stay full.
         fallback_after_s: How long a version may take to load before the base answers, where it may.
         listen_callers: Address for tenants; port 0 takes any.
+        advertise: Address by which tenants reach this node, for those who choose among nodes; absent: `listen_callers`.
         listen_operators: Address for operators.
         listen_metrics: Address of the Prometheus page.
         tls_certificate: PEM chain; with `tls_key` turns on TLS on both listeners.
@@ -125,6 +126,7 @@ class Settings(BaseSettings):
     slow_reader_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
     fallback_after_s: Annotated[float, Field(gt=0, le=3600)] = 5.0
     listen_callers: str = "127.0.0.1:7700"
+    advertise: str = ""
     listen_operators: str = "127.0.0.1:7701"
     listen_metrics: str = "127.0.0.1:7709"
     tls_certificate: Path | None = None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
 from dataplane.engine.client import EngineClient
-from dataplane.engine.messages import Delta, Moved, NotFinite, Ready, State, Submit, Wanted
+from dataplane.engine.messages import Delta, Holding, Moved, NotFinite, Ready, State, Submit, Unloaded, Wanted
 from dataplane.metrics import Metrics
 from veneer.errors import UnavailableError, VeneerError
 
@@ -24,11 +24,30 @@ class EngineEvents(Protocol):
     def want(self, version: str) -> None:
         """A queued request needs the version."""
 
-    def moved(self, version: str, place: str, *, seconds: float) -> None:
+    def moved(self, version: str, place: str, *, seconds: float, reason: str) -> None:
         """The version changed place."""
+
+    def unloaded(self, event: Unloaded) -> None:
+        """Nothing is left of a version that was taken away."""
 
     def forget_engine(self) -> None:
         """The engine is a new one."""
+
+
+class EngineWatcher(Protocol):
+    """Who hears what the engine holds, after those who act on it; the residency feed."""
+
+    def show(self, holdings: Iterable[Holding], /) -> None:
+        """All that it holds, whenever somebody asked for its state."""
+
+    def moved(self, event: Moved, /) -> None:
+        """A version changed place."""
+
+    def unloaded(self, version: str, /) -> None:
+        """Nothing is left of a version."""
+
+    def engine_lost(self) -> None:
+        """The engine ended."""
 
 
 class EngineSupervisor:
@@ -57,6 +76,7 @@ class EngineSupervisor:
         self._check_s, self._hang_s = check_s, hang_s
         self._client: EngineClient | None = None
         self._events: EngineEvents | None = None
+        self._watcher: EngineWatcher | None = None
         self._died = asyncio.Event()
         self._reports: set[asyncio.Task[None]] = set()
 
@@ -65,9 +85,10 @@ class EngineSupervisor:
         """Whether there is an engine that can take requests."""
         return self._client is not None
 
-    def attach(self, events: EngineEvents) -> None:
+    def attach(self, events: EngineEvents, watcher: EngineWatcher | None = None) -> None:
         """Says who hears of adapters; before `start`."""
         self._events = events
+        self._watcher = watcher
 
     async def start(self) -> Ready:
         """Starts the first engine; what stops it stops the node."""
@@ -127,9 +148,11 @@ class EngineSupervisor:
             self._client.stage(version, Path(path))
 
     def unstage(self, version: str, /, *, drop_device: bool = False) -> None:
-        """See `EngineClient.unstage`; without an engine nothing happens."""
+        """See `EngineClient.unstage`; without an engine nothing of the version is left already."""
         if self._client is not None:
             self._client.unstage(version, drop_device=drop_device)
+        elif drop_device:
+            self._on_unloaded(Unloaded(version))
 
     def fail(self, version: str, status: str, message: str, /) -> None:
         """See `EngineClient.fail`; without an engine nothing happens."""
@@ -155,6 +178,8 @@ class EngineSupervisor:
             self._events.forget_engine()
         client.on_wanted = self._on_wanted
         client.on_moved = self._on_moved
+        client.on_unloaded = self._on_unloaded
+        client.on_state = self._on_state
         client.on_not_finite = self._on_not_finite
         client.on_death = self._on_death
         self._died.clear()
@@ -168,6 +193,8 @@ class EngineSupervisor:
     def _on_death(self) -> None:
         _log.error("the engine ended; a new one is started")
         self._client = None
+        if self._watcher is not None:
+            self._watcher.engine_lost()
         self._died.set()
 
     def _on_wanted(self, event: Wanted) -> None:
@@ -176,7 +203,19 @@ class EngineSupervisor:
 
     def _on_moved(self, event: Moved) -> None:
         if self._events is not None:
-            self._events.moved(event.version, event.place, seconds=event.seconds)
+            self._events.moved(event.version, event.place, seconds=event.seconds, reason=event.reason)
+        if self._watcher is not None:
+            self._watcher.moved(event)
+
+    def _on_unloaded(self, event: Unloaded) -> None:
+        if self._events is not None:
+            self._events.unloaded(event)
+        if self._watcher is not None and not event.came_back:
+            self._watcher.unloaded(event.version)
+
+    def _on_state(self, event: State) -> None:
+        if self._watcher is not None:
+            self._watcher.show(event.holdings)
 
     def _on_not_finite(self, event: NotFinite) -> None:
         self._metrics.not_finite()

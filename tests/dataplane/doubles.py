@@ -6,11 +6,12 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from dataplane.catalog_client import Blob, Grant
-from dataplane.engine.messages import Delta, FinishReason, Submit
+from dataplane.engine.messages import Delta, FinishReason, Holding, State, Submit
 from dataplane.metrics import Metrics
 from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution
 from veneer.artifact import version_digest
@@ -24,6 +25,19 @@ OTHER = "c" * 64
 def make_metrics() -> Metrics:
     """Metrics in a registry of their own."""
     return Metrics(CollectorRegistry(), base_name="tiny")
+
+
+def make_state(*holdings: Holding, **changes: Any) -> State:
+    """A state of an engine that holds this and does nothing."""
+    counters = dict.fromkeys(
+        (
+            "token", "running", "waiting", "kv_pages_used", "kv_pages_total", "arena_bytes_used", "arena_bytes_total", "leases",
+            "steps", "max_adapters_in_step", "max_rows_in_step", "mixed_steps", "generated_tokens", "device_hits", "host_hits",
+            "store_loads", "evictions",
+        ),
+        0,
+    )  # fmt: skip
+    return State(holdings=holdings, **(counters | changes))
 
 
 def caller(*, tenant: str = "acme", fallback_allowed: bool = True, expire_unix_s: float | None = None) -> Caller:

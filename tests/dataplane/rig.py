@@ -115,7 +115,7 @@ class ControlPlane(nodes_pb2_grpc.NodeServiceServicer):
         return response
 
     async def Introspect(self, request: Any, context: Any) -> Any:
-        kinds = {digest_of(TENANT): "tenant", digest_of(OPERATOR): "operator"}
+        kinds = {digest_of(TENANT): "tenant", digest_of(OPERATOR): "operator", digest_of("node-key"): "node"}
         if request.key_digest not in kinds:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid credential")
         return nodes_pb2.IntrospectResponse(kind=kinds[request.key_digest], key_id="id")

@@ -36,7 +36,10 @@ class Prefetcher:
     def want(self, version: str) -> None:
         self._supervisor.stage(version, str(self._folder / version))
 
-    def moved(self, version: str, place: str, *, seconds: float) -> None:
+    def moved(self, version: str, place: str, *, seconds: float, reason: str) -> None:
+        pass
+
+    def unloaded(self, event: object) -> None:
         pass
 
     def forget_engine(self) -> None:

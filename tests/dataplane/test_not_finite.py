@@ -32,7 +32,10 @@ class Events:
     def want(self, version: str) -> None:
         pass
 
-    def moved(self, version: str, place: str, *, seconds: float) -> None:
+    def moved(self, version: str, place: str, *, seconds: float, reason: str) -> None:
+        pass
+
+    def unloaded(self, event: object) -> None:
         pass
 
     def forget_engine(self) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dataplane.engine.messages import Unloaded
 from dataplane.lora.host_cache import HostCache
 from dataplane.prefetcher import Prefetcher
+from dataplane.unloads import Unloads
 from tests.dataplane.doubles import OTHER, VERSION, ScriptedEngine, make_metrics, until
 from veneer.errors import FailedPreconditionError, NotFoundError, UnavailableError, VeneerError
 
@@ -47,12 +49,14 @@ class Rig:
         self.store = Fetches(self.cache)
         self.engine = ScriptedEngine()
         self.refused: dict[str, VeneerError] = {}
+        self.unloads = Unloads(make_metrics())
         self.prefetcher = Prefetcher(
             store=self.store,
             cache=self.cache,
             engine=self.engine,
             may_serve=self.may_serve,
             metrics=make_metrics(),
+            unloads=self.unloads,
             load_timeout_s=0.5,
             max_hints=2,
         )
@@ -261,16 +265,48 @@ async def test_closing_ends_loads_and_those_who_wait(rig: Rig) -> None:
             await claim.loaded
 
 
-async def test_a_version_that_changed_while_it_was_loaded_is_asked_about_afterwards(rig: Rig) -> None:
+async def test_a_version_that_was_retired_while_it_was_loaded_never_reaches_the_engine(rig: Rig) -> None:
     rig.store.open.clear()
     claim = rig.prefetcher.ensure(VERSION)
     await asyncio.sleep(0)
     rig.prefetcher.recheck(VERSION)
     rig.refused[VERSION] = FailedPreconditionError("retired")
     rig.store.open.set()
+    with pytest.raises(FailedPreconditionError, match="any more"):
+        await claim.loaded
+    assert ("unstage", VERSION, "drop") in rig.engine.calls
+    assert rig.staged(VERSION) not in rig.engine.calls
+    assert rig.cache.versions() == ()
+    rig.prefetcher.unloaded(Unloaded(VERSION))
+    unload = rig.unloads.last(VERSION)
+    assert unload is not None
+    assert unload.disk_bytes == 100
+
+
+async def test_a_version_that_changed_while_it_was_loaded_is_served_while_nobody_can_be_asked(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataplane.prefetcher._RECHECK_AGAIN_S", 0.01)
+    rig.store.open.clear()
+    claim = rig.prefetcher.ensure(VERSION)
+    await asyncio.sleep(0)
+    rig.prefetcher.recheck(VERSION)
+    rig.refused[VERSION] = UnavailableError("away")
+    rig.store.open.set()
     await claim.loaded
+    rig.refused[VERSION] = FailedPreconditionError("retired")
     await until(lambda: ("unstage", VERSION, "drop") in rig.engine.calls)
     assert rig.cache.versions() == ()
+
+
+async def test_a_version_that_is_unloaded_goes_from_engine_and_disk_and_comes_back_for_a_request(rig: Rig) -> None:
+    await rig.prefetcher.ensure(VERSION).loaded
+    rig.prefetcher.unload(VERSION)
+    assert rig.engine.calls[-1] == ("unstage", VERSION, "drop")
+    assert rig.cache.versions() == ()
+    assert rig.unloads.num_pending == 1
+    await rig.prefetcher.ensure(VERSION).loaded
+    assert rig.store.started == [VERSION, VERSION]
 
 
 async def test_a_question_that_the_control_plane_could_not_answer_is_asked_again(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dataplane.engine.messages import Moved, NotFinite, Ready, Sampling, Submit, Wanted
+from dataplane.engine.messages import Holding, Moved, NotFinite, Ready, Sampling, State, Submit, Unloaded, Wanted
 from dataplane.supervision import EngineSupervisor
-from tests.dataplane.doubles import VERSION, ScriptedEngine, delta, make_metrics, until
+from tests.dataplane.doubles import VERSION, ScriptedEngine, delta, make_metrics, make_state, until
 from veneer.errors import FailedPreconditionError, UnavailableError, VeneerError
 
 SUBMIT = Submit(request_id="r", tenant="acme", prompt=(1,), sampling=Sampling(max_tokens=9))
@@ -30,6 +30,8 @@ class FakeClient(ScriptedEngine):
         self.asked_for_s: list[float] = []
         self.on_wanted: Callable[[Wanted], None] | None = None
         self.on_moved: Callable[[Moved], None] | None = None
+        self.on_unloaded: Callable[[Unloaded], None] | None = None
+        self.on_state: Callable[[State], None] | None = None
         self.on_not_finite: Callable[[NotFinite], None] | None = None
         self.on_death: Callable[[], None] | None = None
 
@@ -55,6 +57,25 @@ class FakeClient(ScriptedEngine):
 
     async def stop(self) -> None:
         self.stopped = True
+
+
+class Watcher:
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, ...]] = []
+
+    def show(self, holdings: Iterable[Holding], /) -> None:
+        self.heard += [("show", holding.version) for holding in holdings]
+
+    def moved(self, event: Moved, /) -> None:
+        self.heard.append(("moved", event.version))
+
+    def unloaded(self, version: str, /) -> None:
+        self.heard.append(("unloaded", version))
+
+    def engine_lost(self) -> None:
+        self.heard.append(("lost",))
 
 
 class Rig:
@@ -83,8 +104,11 @@ class Rig:
     def want(self, version: str) -> None:
         self.heard.append(("want", version))
 
-    def moved(self, version: str, place: str, *, seconds: float) -> None:
-        self.heard.append(("moved", version, place, seconds))
+    def moved(self, version: str, place: str, *, seconds: float, reason: str) -> None:
+        self.heard.append(("moved", version, place, seconds, reason))
+
+    def unloaded(self, event: Unloaded) -> None:
+        self.heard.append(("unloaded", event.version))
 
     def forget_engine(self) -> None:
         self.heard.append(("forget",))
@@ -119,8 +143,33 @@ async def test_what_the_engine_says_of_adapters_is_passed_on(rig: Rig) -> None:
     assert client.on_wanted is not None
     assert client.on_moved is not None
     client.on_wanted(Wanted(VERSION))
-    client.on_moved(Moved(VERSION, "device", 0.5))
-    assert rig.heard == [("forget",), ("want", VERSION), ("moved", VERSION, "device", 0.5)]
+    client.on_moved(Moved(VERSION, "host", 0.5, "room"))
+    assert client.on_unloaded is not None
+    client.on_unloaded(Unloaded(VERSION))
+    told = [("forget",), ("want", VERSION), ("moved", VERSION, "host", 0.5, "room"), ("unloaded", VERSION)]
+    assert rig.heard == told
+
+
+async def test_who_watches_hears_of_every_state_and_move_and_of_the_engines_end(rig: Rig) -> None:
+    watcher = Watcher()
+    rig.supervisor.attach(rig, watcher)
+    (client,) = rig.clients
+    assert client.on_state is not None
+    assert client.on_moved is not None
+    assert client.on_unloaded is not None
+    client.on_state(make_state(Holding(VERSION, "device", 8, 100, 1, 1)))
+    client.on_moved(Moved(VERSION, "host", reason="room"))
+    client.on_unloaded(Unloaded(VERSION))
+    client.on_unloaded(Unloaded(VERSION, came_back=True))
+    client.die()
+    assert watcher.heard == [("show", VERSION), ("moved", VERSION), ("unloaded", VERSION), ("lost",)]
+
+
+async def test_without_an_engine_nothing_of_a_version_is_left_to_unload(rig: Rig) -> None:
+    rig.errors = [FailedPreconditionError("no")] * 1000
+    rig.clients[0].die()
+    rig.supervisor.unstage(VERSION, drop_device=True)
+    assert rig.heard[-1] == ("unloaded", VERSION)
 
 
 async def test_a_version_with_logits_that_are_not_finite_is_reported_and_a_failed_report_harms_nobody(rig: Rig) -> None:

@@ -1,0 +1,59 @@
+"""What the settings of the process mean for its parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dataplane.engine.config import EngineConfig
+from dataplane.settings import Settings
+from veneer.server import ServerOptions, Tls
+
+
+def engine_config(settings: Settings, base_digest: str) -> EngineConfig:
+    """Returns the settings of the engine."""
+    return EngineConfig(
+        model_dir=str(Path(settings.model_dir).resolve()),
+        device=settings.device,
+        dtype=settings.dtype,
+        cpu_form=settings.cpu_form,
+        stepping=settings.stepping,
+        batch_invariant=settings.batch_invariant,
+        num_threads=settings.num_threads,
+        max_sequences=settings.max_sequences,
+        max_step_tokens=settings.max_step_tokens,
+        page_size=settings.page_size,
+        kv_bytes=settings.kv_budget,
+        arena_bytes=settings.arena_budget,
+        arena_unit_bytes=settings.arena_unit_bytes,
+        max_slots=settings.max_slots,
+        max_rank=settings.max_rank,
+        max_step_rank_rows=settings.max_step_rank_rows,
+        max_context=settings.max_context,
+        max_waiting=settings.max_waiting,
+        max_waiting_per_tenant=settings.max_waiting_per_tenant,
+        max_step_ms=settings.max_step_ms,
+        quantum_tokens=settings.quantum_tokens,
+        eviction=settings.eviction,
+        decode_price=settings.decode_price,
+        rank_row_price=settings.rank_row_price,
+        load_mib_price=settings.load_mib_price,
+        base_digest=base_digest,
+    )
+
+
+def server_options(settings: Settings) -> ServerOptions:
+    """Returns how the server listens and drains."""
+    tls = None
+    if settings.tls_certificate is not None and settings.tls_key is not None:
+        tls = Tls(certificate=settings.tls_certificate, key=settings.tls_key)
+    return ServerOptions(
+        callers=settings.listen_callers,
+        operators=settings.listen_operators,
+        metrics=settings.listen_metrics,
+        tls=tls,
+        allow_plaintext=settings.allow_plaintext,
+        reflection=settings.reflection,
+        ready_file=settings.ready_file,
+        drain_delay_s=settings.drain_delay_s,
+        drain_grace_s=settings.drain_grace_s,
+    )
