@@ -215,6 +215,8 @@ def _version(held: Held) -> admin_pb2.ResidentVersion:
         leases=held.leases,
         epoch=held.epoch,
         uses=held.uses,
+        loss=held.loss,
+        loss_at=held.loss_at,
     )
 
 

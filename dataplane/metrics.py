@@ -155,6 +155,9 @@ class Metrics:
             "veneer_adapter_resident_bytes", "Bytes of adapters, and of KV pages kept for reuse.", ("level",), registry=registry
         )
         self._rank_rows = Gauge("veneer_adapter_resident_rank_rows", "Sum of the ranks on the device.", registry=registry)
+        self._loss = Gauge(
+            "veneer_adapter_loss_max", "Most that a projection of an adapter on the device loses in fp8.", registry=registry
+        )
         self._leases = Gauge("veneer_adapter_leases", "Leases held by running requests.", registry=registry)
         self._fallbacks = counter("veneer_fallbacks", "Requests that the base answered in place of an adapter.", ["reason"])
         self._tenant_tokens = counter("veneer_tenant_tokens", "Tokens by tenant.", ["tenant", "kind"])
@@ -273,6 +276,7 @@ class Metrics:
         self._resident_bytes.labels("host").set(state.host_bytes)
         self._resident_bytes.labels("kv").set(state.kv_pages_kept * state.kv_page_bytes)
         self._rank_rows.set(sum(holding.rank for holding in on_device))
+        self._loss.set(max((holding.loss for holding in on_device), default=0.0))
         self._leases.set(state.leases)
         for part, seconds in state.seconds:
             known = self._engine_seconds_seen.get(part, 0.0)

@@ -102,18 +102,19 @@ class Node:
         """
         settings = self._settings
         base = await asyncio.to_thread(describe_base, settings.model_dir)
+        config = engine_config(settings, base.digest)
         self.base_digest = base.digest
         self.metrics = Metrics(self._registry, base_name=base.name)
         self._channel = open_channel(settings.control_plane, ca_pem=self._control_plane_ca())
         self.client = CatalogClient(self._channel, base_digest=base.digest)
         await self._enroll()
         self.supervisor = EngineSupervisor(
-            partial(EngineClient.start, engine_config(settings, base.digest), in_process=self._in_process),
+            partial(EngineClient.start, config, in_process=self._in_process),
             metrics=self.metrics,
             report_not_finite=self.client.report_not_finite,
         )
         self._state: State | None = None
-        self._build_loading(base)
+        self._build_loading(base, image_dtype=config.arena_dtype)
         ready = await self.supervisor.start()
         for line in ready.plan:
             _log.info("memory plan", extra={"line": line})
@@ -144,11 +145,12 @@ class Node:
         if self._channel is not None:
             await self._channel.close()
 
-    def _build_loading(self, base: BaseDescription) -> None:
+    def _build_loading(self, base: BaseDescription, *, image_dtype: str) -> None:
         settings = self._settings
         settings.cache_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.cache = HostCache(
             settings.cache_folder / "images",
+            dtype=image_dtype,
             max_bytes=settings.host_cache_budget,
             policy=Recency() if settings.eviction == "lru" else None,
         )
@@ -159,7 +161,8 @@ class Node:
             base=base,
             base_weights=BaseWeights(settings.model_dir),
             folder=settings.cache_folder / "work",
-            dtype=settings.dtype,
+            dtype=image_dtype,
+            max_loss=settings.max_adapter_loss,
             artifact_limits=Limits(max_rank=settings.max_rank),
             limits=StoreLimits(max_fetches=settings.max_fetches),
             observe=self.metrics.fetched,

@@ -15,6 +15,8 @@ def engine_config(settings: Settings, base_digest: str) -> EngineConfig:
         model_dir=str(Path(settings.model_dir).resolve()),
         device=settings.device,
         dtype=settings.dtype,
+        adapter_dtype=settings.adapter_dtype,
+        max_adapter_loss=settings.max_adapter_loss,
         cpu_form=settings.cpu_form,
         stepping=settings.stepping,
         batch_invariant=settings.batch_invariant,

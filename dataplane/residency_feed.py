@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal, Protocol
 
@@ -27,6 +27,8 @@ class Held:
         leases: Leases held, as of the last look.
         epoch: Number of its load to the device; 0 before the first.
         uses: Leases given since the engine came to hold it.
+        loss: Most that a projection loses in fp8, as the engine told at the last look; 0 in the model's dtype.
+        loss_at: Which one.
     """
 
     version: str
@@ -36,6 +38,8 @@ class Held:
     leases: int = 0
     epoch: int = 0
     uses: int = 0
+    loss: float = 0.0
+    loss_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,9 @@ class ResidencyFeed:
     def show(self, holdings: Iterable[Holding]) -> None:
         """Takes all that the engine holds."""
         self._engine = {
-            one.version: Held(one.version, one.place, one.rank, one.size_bytes, one.leases, one.epoch, one.uses)
+            one.version: Held(
+                one.version, one.place, one.rank, one.size_bytes, one.leases, one.epoch, one.uses, one.loss, one.loss_at
+            )
             for one in holdings
         }
         files = self._files.sizes()
@@ -134,11 +140,17 @@ class ResidencyFeed:
     def moved(self, event: Moved) -> None:
         """Hears that the engine moved a version."""
         version, known = event.version, self._engine.get(event.version)
-        uses = 0 if known is None else known.uses
         if event.place == "device":
-            self._engine[version] = Held(version, "device", event.rank, event.size_bytes, 0, event.epoch, uses)
+            self._engine[version] = replace(
+                known or Held(version, "device"),
+                tier="device",
+                rank=event.rank,
+                size_bytes=event.size_bytes,
+                leases=0,
+                epoch=event.epoch,
+            )
         elif event.place == "host" and known is not None:
-            self._engine[version] = Held(version, "host", known.rank, known.size_bytes, 0, known.epoch, uses)
+            self._engine[version] = replace(known, tier="host", leases=0)
         else:
             self._engine.pop(version, None)
         self.touch((version,))

@@ -19,7 +19,11 @@ class Settings(BaseSettings):
     Attributes:
         model_dir: Hugging Face folder of the base model.
         device: `cpu`, or `cuda`: the card that `CUDA_VISIBLE_DEVICES` names first (docs/gpu.md).
-        dtype: Weights, activations, adapters and KV cache.
+        dtype: Weights, activations and KV cache.
+        adapter_dtype: `model` holds adapters in that dtype too; `fp8` in half the bytes, on a device only, with a loss that is
+            told for each (docs/gpu.md).
+        max_adapter_loss: Most that a projection of an adapter may lose in fp8, as a part of its norm; an adapter that loses more
+            is refused. Trained ones lose about 0.04.
         stepping: `overlapped` (a step is planned while the one before runs), `serial`, or `auto`: what is faster on the device.
         cpu_form: `native` (built on first use, where a C++ compiler is), `torch`, or `auto`: native where it can be had.
         batch_invariant: Equal requests give equal bits whatever runs beside them, at some cost (docs/invariance.md).
@@ -83,6 +87,8 @@ class Settings(BaseSettings):
     model_dir: Path
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    adapter_dtype: Literal["model", "fp8"] = "model"
+    max_adapter_loss: Annotated[float, Field(ge=0, le=1)] = 0.1
     cpu_form: Literal["auto", "native", "torch"] = "auto"
     stepping: Literal["auto", "serial", "overlapped"] = "auto"
     batch_invariant: bool = False

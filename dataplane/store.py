@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from dataplane.folding import image_pairs
+from dataplane.lora.coding import ITEM_BYTES
 from dataplane.lora.host_cache import HostCache
-from dataplane.lora.image import ALIGN_BYTES, ImageError, build_image, write_image
+from dataplane.lora.image import ALIGN_BYTES, Image, ImageError, LossyAdapterError, build_image, check_loss, write_image
 from dataplane.transfer import CorruptVersionError, Files, Source, Transfer, TransferLimits, UnloadableVersionError, in_thread
 from veneer.artifact import Artifact, ArtifactError, BaseDescription, BaseWeights, Limits, check
 from veneer.errors import UnavailableError, VeneerError
@@ -56,7 +57,8 @@ class AdapterStore:
         base: The base that this node serves.
         base_weights: Its weights, which DoRA and trained biases are folded with.
         folder: Work folder; what an earlier process left in it is removed.
-        dtype: Type of the image: `bfloat16`, `float16` or `float32`.
+        dtype: Type of the image: `bfloat16`, `float16`, `float32` or `fp8`.
+        max_loss: Most that a pair may lose in fp8.
         artifact_limits: What the check allows.
         limits: Bounds of fetching.
         observe: Told, on the event loop, the seconds that a part of a fetch took: `grant`, `read` or `build`.
@@ -72,6 +74,7 @@ class AdapterStore:
         base_weights: BaseWeights,
         folder: Path,
         dtype: str,
+        max_loss: float,
         artifact_limits: Limits,
         limits: StoreLimits,
         observe: Callable[[str, float], None],
@@ -82,6 +85,7 @@ class AdapterStore:
         self._base = base
         self._base_weights = base_weights
         self._dtype = dtype
+        self._max_loss = max_loss
         self._artifact_limits = artifact_limits
         self._observe = observe
         self._fetches = asyncio.Semaphore(limits.max_fetches)
@@ -151,7 +155,8 @@ class AdapterStore:
             await in_thread(partial(self._lay_out, version, files, evicted))
         except (ArtifactError, ImageError) as error:
             _log.error("a version that was published cannot be loaded", extra={"version": version, "cause": error.message})
-            raise UnloadableVersionError("the version cannot be loaded by this node") from error
+            why = f": {error.message}" if isinstance(error, LossyAdapterError) else ""
+            raise UnloadableVersionError(f"the version cannot be loaded by this node{why}") from error
         finally:
             self._on_evicted(tuple(evicted))
         self._observe("build", time.monotonic() - started_s)
@@ -169,21 +174,29 @@ class AdapterStore:
                 num_layers=self._base.num_layers,
                 num_slices=len(self._base.modules),
             )
+            self._judge(image)
             size_bytes = write_image(self._cache.path(version), image)
             evicted += self._cache.add(version, size_bytes=size_bytes)
         finally:
             self._cache.cancel(version)
 
+    def _judge(self, image: Image) -> None:
+        """Tells what an image loses in fp8, and refuses it beyond the limit."""
+        if (loss := image.loss) is not None:
+            where = self._base.module_at(loss.layer, loss.slice).path.format(layer=loss.layer)
+            _log.info("a version is kept in fp8", extra={"version": image.version, "loss": round(loss.error, 4), "at": where})
+        check_loss(image, most=self._max_loss)
+
     def _size_bytes(self, artifact: Artifact) -> int:
         """Returns an upper bound of the image file's size."""
-        item = 4 if self._dtype == "float32" else 2
+        item, factor = ITEM_BYTES[self._dtype], 4 if self._dtype == "fp8" else 0
         modules = [self._base.module_at(pair.layer, pair.slice) for pair in artifact.pairs]
         matrices = sum(
-            pair.rank * (module.in_features + module.out_features) * item
+            pair.rank * ((module.in_features + module.out_features) * item + factor)
             for pair, module in zip(artifact.pairs, modules, strict=True)
         )
         # Gain and shift, a line of the header, and the padding of each.
         has_vectors = (bool(pair.magnitude or pair.lora_bias) for pair in artifact.pairs)
         widths = [module.out_features for module, has in zip(modules, has_vectors, strict=True) if has]
         widths += [self._base.modules[bias.slice].out_features for bias in artifact.biases]
-        return matrices + 8 * sum(widths) + (4 * ALIGN_BYTES + 256) * (len(artifact.pairs) + len(artifact.biases)) + 8192
+        return matrices + 8 * sum(widths) + (5 * ALIGN_BYTES + 256) * (len(artifact.pairs) + len(artifact.biases)) + 8192

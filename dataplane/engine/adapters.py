@@ -14,7 +14,7 @@ from dataplane.lora.arena import Arena
 from dataplane.lora.eviction import Recency
 from dataplane.lora.holdings import Evicted, Lease, LoadPlan
 from dataplane.lora.host_image import HostImage
-from dataplane.lora.image import CorruptImageError, Image
+from dataplane.lora.image import CorruptImageError, Image, check_loss
 from dataplane.lora.residency import Residency
 from kernels.descriptors import Blocks
 from veneer.errors import InvalidArgumentError, VeneerError, Violation
@@ -246,11 +246,11 @@ class DeviceAdapters:
 
     def _open(self, version: str, path: Path, number: int) -> None:
         try:
-            opened = HostImage(path, version=version, dtype=self._config.dtype, check=self._check)
+            opened = HostImage(path, version=version, dtype=self._config.arena_dtype, check=self._check)
             image = opened.image()
             with self._lock:
                 if self._staged.get(version) == number:
-                    self.residency.stage(version, rank=image.rank, blocks=image.block_bytes)
+                    self.residency.stage(version, rank=image.rank, blocks=image.block_bytes, loss=image.loss)
                     self._images[version] = opened
         except (CorruptImageError, OSError):
             self._report(Moved(version, "corrupt"))
@@ -264,6 +264,7 @@ class DeviceAdapters:
         self._arena.check(image)
         if image.rank > self._config.max_rank:
             raise InvalidArgumentError.of([Violation("rank", f"must be at most {self._config.max_rank}, is {image.rank}")])
+        check_loss(image, most=self._config.max_adapter_loss)
 
     def _copy(self, plan: LoadPlan) -> None:
         started = time.monotonic()

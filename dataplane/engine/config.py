@@ -10,6 +10,7 @@ from veneer.errors import InvalidArgumentError, Violation
 
 _CHOICES = {
     "dtype": ("float32", "bfloat16", "float16"),
+    "adapter_dtype": ("model", "fp8"),
     "device": ("cpu", "cuda"),
     "cpu_form": ("auto", "native", "torch", "triton"),
     "stepping": ("auto", "serial", "overlapped"),
@@ -35,6 +36,7 @@ _AT_LEAST_ZERO = (
     "decode_price",
     "rank_row_price",
     "load_mib_price",
+    "max_adapter_loss",
 )
 
 
@@ -46,6 +48,8 @@ class EngineConfig:
         model_dir: Hugging Face folder of the base model.
         device: `cpu` or `cuda` (docs/gpu.md).
         dtype: Weights, activations and KV cache: float32, bfloat16 or float16.
+        adapter_dtype: `model` holds adapters in that dtype too, `fp8` in half its bytes and with a loss; on a device only.
+        max_adapter_loss: Most that a pair of an adapter may lose in fp8, of its norm; an adapter beyond it is refused.
         cpu_form: `native` (kernels/cpu.cpp, built where a compiler is), `torch`, or `auto`: native where it can be had. `triton`
             is for tests: the form of a device, in Triton's interpreter.
         batch_invariant: Bits of logits and tokens depend on the request alone, not on what runs beside it (docs/invariance.md).
@@ -77,6 +81,8 @@ class EngineConfig:
     model_dir: str
     device: str = "cpu"
     dtype: str = "bfloat16"
+    adapter_dtype: str = "model"
+    max_adapter_loss: float = 0.1
     cpu_form: str = "auto"
     batch_invariant: bool = False
     stepping: str = "auto"
@@ -122,6 +128,8 @@ class EngineConfig:
             faults.append(
                 Violation("max_step_tokens", f"must be at least max_sequences = {self.max_sequences}, is {self.max_step_tokens}")
             )
+        if self.adapter_dtype == "fp8" and not self.has_device_form:
+            faults.append(Violation("adapter_dtype", "fp8 is computed on a device only; the CPU's forms read the model's dtype"))
         if self.max_step_rank_rows % 16 or self.max_step_rank_rows < self.max_rank:
             faults.append(
                 Violation(
@@ -131,6 +139,11 @@ class EngineConfig:
             )
         if faults:
             raise InvalidArgumentError.of(faults)
+
+    @property
+    def arena_dtype(self) -> str:
+        """Dtype of adapters: of their images, and of the arena."""
+        return self.dtype if self.adapter_dtype == "model" else self.adapter_dtype
 
     @property
     def has_device_form(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.forms import Forms
 from dataplane.engine.graphs import Capture, Captures, CudaCapture, row_buckets
-from dataplane.lora.arena import Arena
+from dataplane.lora.arena import ARENA_DTYPES, Arena
 from dataplane.model.architecture import Architecture
 from dataplane.model.attention import PagedKv
 from dataplane.model.decoder import Decoder
@@ -48,7 +48,7 @@ def device_forms(
         UnsupportedSitesError: A width of the model is not a multiple of 16.
         UnsupportedAttentionError: Head dimension or page size.
     """
-    low_rank = _low_rank(config, arena.tensor, arena.descriptors, sites=sites, gpu=gpu)
+    low_rank = _low_rank(config, arena.tensor, arena.descriptors, sites=sites, gpu=gpu, dtype=kv.data.dtype)
     attention = _attention(config, model, kv, gpu=gpu, max_context=max_context)
     capture = capture_on(gpu, arena.tensor.device)
     captures = None if capture is None else Captures(capture, low_rank, _variants(config))
@@ -59,7 +59,7 @@ def device_forms(
         if not gpu.is_interpreted:
             attention.try_library(device_clock)
         if config.arena_bytes and not gpu.is_interpreted:
-            paths = _measured(stack, sites, gpu=gpu, most_rows=config.max_step_tokens)
+            paths = _measured(stack, sites, gpu=gpu, most_rows=config.max_step_tokens, is_fp8=low_rank.launches.is_fp8)
             _log.info("paths around base products", extra={"paths": str(paths)})
             low_rank.use(paths)
         return replace(decoder, stack=ProjectedStack(stack.form, stack.layers, stack.rotaries, stack.pieces))
@@ -67,7 +67,7 @@ def device_forms(
     return Forms(f"triton, {gpu.name}", attention, low_rank, TritonPieces(), captures, fit)
 
 
-def _measured(stack: PieceStack, sites: tuple[Site, ...], *, gpu: Gpu, most_rows: int) -> Paths:
+def _measured(stack: PieceStack, sites: tuple[Site, ...], *, gpu: Gpu, most_rows: int, is_fp8: bool) -> Paths:
     """Takes the times of every path at every site, with the model's own weights, for the buckets that steps reach."""
     weights = {
         site.name: [
@@ -77,7 +77,7 @@ def _measured(stack: PieceStack, sites: tuple[Site, ...], *, gpu: Gpu, most_rows
         ]
         for site in sites
     }
-    return Trial(sites, weights, gpu=gpu, clock=device_clock).paths(most_rows)
+    return Trial(sites, weights, gpu=gpu, clock=device_clock, is_fp8=is_fp8).paths(most_rows)
 
 
 def capture_on(gpu: Gpu, device: torch.device) -> Capture | None:
@@ -97,8 +97,8 @@ def scratch_bytes(
     nowhere = torch.device("meta")
     kv = PagedKv(model, num_pages=1, page_size=config.page_size, dtype=dtype, device=nowhere)
     attention = _attention(config, model, kv, gpu=gpu, max_context=max_context)
-    arena = torch.empty(0, dtype=dtype, device=nowhere)
-    low_rank = _low_rank(config, arena, Descriptors(1, 1, 1), sites=sites, gpu=gpu)
+    arena = torch.empty(0, dtype=ARENA_DTYPES[config.arena_dtype], device=nowhere)
+    low_rank = _low_rank(config, arena, Descriptors(1, 1, 1), sites=sites, gpu=gpu, dtype=dtype)
     return attention.scratch_bytes + low_rank.scratch_bytes
 
 
@@ -127,7 +127,7 @@ def _attention(config: EngineConfig, model: Architecture, kv: PagedKv, *, gpu: G
 
 
 def _low_rank(
-    config: EngineConfig, arena: Tensor, descriptors: Descriptors, *, sites: tuple[Site, ...], gpu: Gpu
+    config: EngineConfig, arena: Tensor, descriptors: Descriptors, *, sites: tuple[Site, ...], gpu: Gpu, dtype: torch.dtype
 ) -> TritonLowRank:
     return TritonLowRank(
         arena,
@@ -136,4 +136,5 @@ def _low_rank(
         sites=sites,
         max_rows=config.max_step_tokens,
         max_list=config.max_step_rank_rows if config.arena_bytes else 0,
+        dtype=dtype,
     )

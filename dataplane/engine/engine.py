@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ from dataplane.engine.step_rows import StepRows
 from dataplane.engine.stepping import OverlappedStepping, SerialStepping, Stepping
 from dataplane.engine.stopwatch import Stopwatch
 from dataplane.engine.unloads import Unloads
+from dataplane.lora.holdings import Holding as Held
 from dataplane.model.config import read_config
 from veneer.errors import VeneerError
 
@@ -101,6 +103,7 @@ class Engine:
         self._unloads = Unloads(self._adapters, self._scheduler, page_bytes=memory.page_bytes)
         compiler = GrammarCompiler(Path(config.model_dir), vocab_size=model.vocab_size)
         self._grammars = Grammars(compiler, wake=self._wake.set, max_pending=config.max_waiting)
+        self._projections = model.projections
         self._unit_bytes = config.arena_unit_bytes
         self._arena_bytes = self._runner.arena.num_units * config.arena_unit_bytes
         self._watch = Stopwatch()
@@ -289,12 +292,15 @@ class Engine:
             host_hits=self._host_hits,
             store_loads=self._store_loads,
             evictions=residency.counters.evictions,
-            holdings=tuple(
-                Holding(item.version, item.place, item.rank, item.size_bytes, item.leases, item.epoch, item.uses)
-                for item in holdings
-            ),
+            holdings=tuple(map(self._holding, holdings)),
             seconds=(*self._watch.seconds.items(), *self._runner.watch.seconds.items()),
         )
+
+    def _holding(self, held: Held) -> Holding:
+        holding = Holding(held.version, held.place, held.rank, held.size_bytes, held.leases, held.epoch, held.uses)
+        if (loss := held.loss) is None or not loss.error:
+            return holding
+        return replace(holding, loss=loss.error, loss_at=f"layers.{loss.layer}.{self._projections[loss.slice].path}")
 
 
 def _failed(submit: Submit, error: VeneerError) -> Failed:

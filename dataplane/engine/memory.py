@@ -41,6 +41,7 @@ class MemoryPlan:
         graphs: Captured steps and the device's libraries; 0 on the CPU.
         page_bytes: Bytes of a KV page.
         num_pages: KV pages that can be handed out.
+        arena_dtype: Dtype of the adapters.
         num_spare: Pages beside those: page 0, which is always zero, and for captured steps the page of rows that pad.
         max_context: Tokens of one sequence at most: the least of the model's, the setting's and what all pages hold.
     """
@@ -54,6 +55,7 @@ class MemoryPlan:
     num_pages: int
     num_spare: int
     max_context: int
+    arena_dtype: str
 
     @property
     def total(self) -> int:
@@ -65,7 +67,7 @@ class MemoryPlan:
         table = [
             ("base weights", self.weights, ""),
             ("step workspace", self.workspace, ""),
-            ("adapter arena", self.arena, ""),
+            ("adapter arena", self.arena, self.arena_dtype),
             ("KV pages", self.kv, f"{self.num_pages} pages, context of {self.max_context} tokens"),
             *([("graphs", self.graphs, "captured steps, and the device's libraries")] if self.graphs else []),
             ("total", self.total, "" if available is None else f"of {available / _MIB:,.0f} MiB available"),
@@ -105,6 +107,7 @@ def plan_memory(config: EngineConfig, model: Architecture) -> MemoryPlan:
         num_pages=num_pages,
         num_spare=num_spare,
         max_context=max_context,
+        arena_dtype=config.arena_dtype,
     )
 
 

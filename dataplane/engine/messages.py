@@ -342,6 +342,8 @@ class Holding:
     leases: int
     epoch: int
     uses: int = 0
+    loss: float = 0.0
+    loss_at: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

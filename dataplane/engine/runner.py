@@ -84,7 +84,7 @@ class Runner:
             max_slots=config.max_slots,
             num_layers=model.num_layers,
             features=model_features(model),
-            dtype=config.dtype,
+            dtype=config.arena_dtype,
             device=device,
             edge_features=() if config.has_device_form else edge_features(model),
         )

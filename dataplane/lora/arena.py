@@ -15,11 +15,12 @@ from kernels.edges import Edge
 from kernels.rows import ABSENT
 from veneer.errors import Violation
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ARENA_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "fp8": torch.uint8}
+"""What an arena is made of by the dtype of its images: fp8 of bytes, whose meaning the kernels know."""
 
 
 class Arena:
-    """One 1-D tensor of the model's dtype in units, and `desc[slot, layer, slice]`.
+    """One 1-D tensor in units, of the model's dtype or of bytes in fp8, and `desc[slot, layer, slice]`.
 
     It holds bytes and decides nothing: `Residency` says which slot and which units an image takes. Nothing is padded to a common
     rank; an image costs its bytes and the rest of its last unit. Owned by the step loop. `copy` may run in another thread while a
@@ -38,7 +39,7 @@ class Arena:
         max_slots: Slots of the table.
         num_layers: Layers of the model.
         features: (in, out) of each slice of the model, in the order of the slices.
-        dtype: `bfloat16`, `float16` or `float32`.
+        dtype: Of the images: `bfloat16`, `float16`, `float32` or `fp8`.
         device: Where the arena lies.
         copies: How bytes come there; None for the device's own way.
         edge_features: (in, out) of embedding and head; empty where pairs on these are not computed.
@@ -65,7 +66,7 @@ class Arena:
         self.edges: dict[int, dict[int, Edge]] = {}
         self._dtype = dtype
         self._bytes = torch.zeros(self.num_units * unit_bytes, dtype=torch.uint8, device=device)
-        self.tensor = self._bytes.view(_DTYPES[dtype])
+        self.tensor = self._bytes.view(ARENA_DTYPES[dtype])
         if copies is None and self._bytes.is_cuda:
             copies = StagedCopies(CudaLane(self._bytes.device))
         self._copies = copies
@@ -90,7 +91,7 @@ class Arena:
         _, num_layers, num_slices = self.descriptors.rank.shape
         made_for = (image.dtype, image.num_layers, image.num_slices)
         if made_for != (self._dtype, num_layers, num_slices):
-            raise CorruptImageError(f"the image is made for {made_for}, the model is {(self._dtype, num_layers, num_slices)}")
+            raise CorruptImageError(f"the image is made for {made_for}, the arena for {(self._dtype, num_layers, num_slices)}")
         if image.has_edges and not self._edge_features:
             raise ImageError.of([Violation("adapter", "LoRA on embedding or head is not computed on this device")])
         for block in image.blocks:
@@ -105,8 +106,8 @@ class Arena:
         """Copies a checked image's bytes and returns when they are there; on a device beside its steps, which do not wait."""
         for extent in extents:
             blocks = image.blocks[extent.first_block : extent.first_block + extent.num_blocks]
-            first = blocks[0].a_offset
-            size = blocks[-1].a_offset + blocks[-1].size_bytes - first
+            first = blocks[0].offset
+            size = blocks[-1].offset + blocks[-1].size_bytes - first
             assert size <= extent.num_units * self._unit_bytes, "the blocks fit the extent"
             start = extent.first_unit * self._unit_bytes
             if self._copies is None:  # numpy takes read-only memory without a warning or a copy
@@ -123,7 +124,7 @@ class Arena:
         moved = np.empty(len(image.blocks), np.int64)
         for extent in extents:
             first = extent.first_block
-            start = extent.first_unit * self._unit_bytes - image.blocks[first].a_offset
+            start = extent.first_unit * self._unit_bytes - image.blocks[first].offset
             moved[first : first + extent.num_blocks] = start
         layer, part, ranks = image.table.T[:3]
         scales = np.array([block.scale for block in image.blocks], np.float32)

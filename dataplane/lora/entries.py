@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dataplane.lora.holdings import Holding, Place
+from dataplane.lora.holdings import Holding, Loss, Place
 from dataplane.lora.units import Extent
 
 
@@ -16,6 +16,7 @@ class Entry:
         version: Its digest.
         rank: Its largest rank.
         blocks: Bytes of each block of its image.
+        loss: What it loses in fp8; None in the model's dtype.
         in_host: Whether its image lies in host memory.
         place: Where it is.
         slot: Its slot; -1 when it is not on the device.
@@ -35,6 +36,7 @@ class Entry:
     version: str
     rank: int = 0
     blocks: tuple[int, ...] = ()
+    loss: Loss | None = None
     in_host: bool = False
     place: Place = "host"
     slot: int = -1
@@ -58,4 +60,4 @@ class Entry:
     def holding(self) -> Holding:
         """Returns it as others see it."""
         size_bytes, num_leases = sum(self.blocks), len(self.leases)
-        return Holding(self.version, self.place, self.rank, size_bytes, num_leases, self.epoch, self.uses)
+        return Holding(self.version, self.place, self.rank, size_bytes, num_leases, self.epoch, self.uses, self.loss)

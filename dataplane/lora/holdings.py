@@ -60,6 +60,21 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class Loss:
+    """What a version's pair loses that loses most by being held in fp8.
+
+    Attributes:
+        error: `‖B A − B' A'‖ / ‖B A‖`, in Frobenius norms.
+        layer: Layer of the pair.
+        slice: Its slice.
+    """
+
+    error: float
+    layer: int
+    slice: int
+
+
+@dataclass(frozen=True, slots=True)
 class Holding:
     """One version in memory.
 
@@ -71,6 +86,7 @@ class Holding:
         leases: Leases held.
         epoch: Number of its last load; 0 before the first.
         uses: Leases given since it came to be held.
+        loss: What it loses in fp8; None in the model's dtype.
     """
 
     version: str
@@ -80,6 +96,7 @@ class Holding:
     leases: int
     epoch: int
     uses: int = 0
+    loss: Loss | None = None
 
 
 @dataclass(frozen=True, slots=True)

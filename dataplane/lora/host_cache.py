@@ -13,7 +13,7 @@ from pathlib import Path
 from dataplane.lora.eviction import Policy, Usage, Victims
 from veneer.errors import InvalidArgumentError, ResourceExhaustedError
 
-_SUFFIX = ".image"
+_ENDING = ".image"
 _VERSION = re.compile(r"[0-9a-z:_-]{1,160}")
 _HALF_LIFE = 16_384
 """Requests after which one counts half: a few for each of some thousand files."""
@@ -38,18 +38,21 @@ class HostCache:
     A file is known from `add` on, or from the start when it lay there already, and every file counts in full. `reserve` makes
     room before a file is written, so that the folder never exceeds the budget. It knows sizes and paths only; what is inside is
     checked by `dataplane.lora.image.open_image` each time it is opened. A mapped file stays readable after it was deleted here.
+    A file is named after version and dtype: images of another dtype are of no use here, and go at the start.
 
     Any thread may call any method. Files are deleted under the lock, so that a file written anew is never the one deleted.
 
     Args:
         folder: Created if missing. It belongs to this cache alone: unfinished files of an earlier process, folders and links
             are deleted.
+        dtype: Of the images.
         max_bytes: Budget.
         policy: Says what a file is worth; None is `Usage`.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int, policy: Policy | None = None) -> None:
+    def __init__(self, folder: Path, *, dtype: str, max_bytes: int, policy: Policy | None = None) -> None:
         self._folder = folder
+        self._suffix = f".{dtype}{_ENDING}"
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._files: dict[str, int] = {}
@@ -64,9 +67,9 @@ class HostCache:
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):  # a folder or link would stand in an image's way for ever
                 _remove(path)
-            elif path.suffix == _SUFFIX and _VERSION.fullmatch(path.stem):
-                self._keep(path.stem, status.st_size)
-            elif path.suffix == ".tmp":
+            elif path.name.endswith(self._suffix) and _VERSION.fullmatch(version := path.name.removesuffix(self._suffix)):
+                self._keep(version, status.st_size)
+            elif path.suffix in (_ENDING, ".tmp"):
                 path.unlink()
         self._delete(self._make_room(0) or [])
 
@@ -78,7 +81,7 @@ class HostCache:
         """
         if not _VERSION.fullmatch(version):
             raise InvalidArgumentError("a version is a digest of lower-case letters, digits, ':', '_' and '-'")
-        return self._folder / f"{version}{_SUFFIX}"
+        return self._folder / f"{version}{self._suffix}"
 
     def find(self, version: str) -> Path | None:
         """Returns the version's image file, or None."""

@@ -1,11 +1,11 @@
 """An adapter's image: the immutable bytes of one version as the arena holds them.
 
-File: `VNRIMG02`, uint32 length of the header, SHA-256 of the header, the header (JSON), zeros up to a multiple of 4096, the
-payload. Payload: one block for each (layer, slice) that the adapter has, in that order, each on a multiple of 128 bytes: A as
-[rank, K], then, again on a multiple of 128, B transposed to [rank, N], then, likewise, gain and shift in float32, [N] each, where
-there are any. Only rank rows that exist take room; a block with a gain or shift may have none. An image lies in host memory as a
-mapped file and is copied to the device as it is, or read in place; it is never written again, and scales stay beside the rows, so
-that loading it twice gives the same bits.
+File: `VNRIMG03`, uint32 length of the header, SHA-256 of the header, the header (JSON), zeros up to a multiple of 4096, the
+payload. Payload: one block for each (layer, slice) that the adapter has, in that order, each on a multiple of 128 bytes: in fp8
+the factors of its rank rows, float32 [rank]; A as [rank, K], then, again on a multiple of 128, B transposed to [rank, N], then,
+likewise, gain and shift in float32, [N] each, where there are any. Only rank rows that exist take room; a block with a gain or
+shift may have none. An image lies in host memory as a mapped file and is copied to the device as it is, or read in place; it is
+never written again, and scales stay beside the rows, so that loading it twice gives the same bits.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dataplane.lora.coding import ITEM_BYTES, Coded, code_pair
+from dataplane.lora.holdings import Loss
 from kernels.rows import ABSENT
 from veneer.errors import DataLossError, InvalidArgumentError, Violation
 
 ALIGN_BYTES = 128
-_MAGIC = b"VNRIMG02"
+_MAGIC = b"VNRIMG03"
 _PREFIX = struct.Struct("<8sI32s")
 _PAGE = 4096
 _MAX_HEADER_BYTES = 64 * 1024 * 1024
-_STORED: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(np.uint16),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-}
-_ITEM_BYTES = {name: stored.itemsize for name, stored in _STORED.items()}
 
 
 class ImageError(InvalidArgumentError):
-    """An adapter cannot become an image: its values do not fit the model's dtype, or its pairs do not add up."""
+    """An adapter cannot become an image: its values do not fit the dtype, or its pairs do not add up."""
+
+
+class LossyAdapterError(ImageError):
+    """An adapter loses more in fp8 than the settings allow."""
 
 
 class CorruptImageError(DataLossError):
@@ -75,19 +75,29 @@ class ImagePair:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Where one (layer, slice) lies in the payload; offsets and sizes in bytes, ABSENT for what it does not have."""
+    """Where one (layer, slice) lies in the payload; offsets and sizes in bytes, ABSENT for what it does not have.
+
+    `loss` is what its pair loses in fp8, see `dataplane.lora.coding`.
+    """
 
     layer: int
     slice: int
     rank: int
     scale: float
+    loss: float
     in_features: int
     out_features: int
+    factor_offset: int
     a_offset: int
     b_offset: int
     gain_offset: int
     shift_offset: int
     size_bytes: int
+
+    @property
+    def offset(self) -> int:
+        """Where its first part lies."""
+        return self.a_offset if self.factor_offset == ABSENT else self.factor_offset
 
 
 _block_fields = attrgetter(*(one.name for one in fields(Block)))
@@ -100,7 +110,7 @@ class Image:
     Attributes:
         version: Digest of the adapter version.
         base_digest: Digest of the base model that it was made for.
-        dtype: `bfloat16`, `float16` or `float32`.
+        dtype: `bfloat16`, `float16` or `float32`, which is the model's, or `fp8`.
         num_layers: Layers of the model.
         num_slices: Slices of the model.
         blocks: Where each (layer, slice) lies, in the order of the payload, without gaps.
@@ -128,6 +138,14 @@ class Image:
         return max((block.rank for block in self.blocks), default=0)
 
     @property
+    def loss(self) -> Loss | None:
+        """What the pair loses that loses most in fp8; None in other dtypes."""
+        if self.dtype != "fp8" or not self.blocks:
+            return None
+        worst = max(self.blocks, key=lambda block: block.loss)
+        return Loss(worst.loss, worst.layer, worst.slice)
+
+    @property
     def has_edges(self) -> bool:
         """Whether it has a pair on the embedding or the head; these come last."""
         return bool(self.blocks) and self.blocks[-1].layer == self.num_layers
@@ -152,13 +170,13 @@ def build_image(
     num_layers: int,
     num_slices: int,
 ) -> Image:
-    """Casts pairs to the model's dtype and lays them out.
+    """Casts pairs to a dtype and lays them out.
 
     Args:
         pairs: The adapter's pairs in any order, each (layer, slice) once.
         version: Digest of the adapter version.
         base_digest: Digest of the base model.
-        dtype: `bfloat16` (rounded to nearest, ties to even), `float16` or `float32`.
+        dtype: `bfloat16`, `float16`, `float32` or `fp8`: see `dataplane.lora.coding`.
         num_layers: Layers of the model.
         num_slices: Slices of the model.
 
@@ -168,10 +186,10 @@ def build_image(
     Raises:
         ImageError: A value is not finite after the cast, or a pair is wrong, doubled or outside the model; lists every fault.
     """
-    if dtype not in _ITEM_BYTES:
-        raise ImageError.of([Violation("dtype", f"{dtype!r} is none of {', '.join(_ITEM_BYTES)}")])
+    if dtype not in ITEM_BYTES:
+        raise ImageError.of([Violation("dtype", f"{dtype!r} is none of {', '.join(ITEM_BYTES)}")])
     violations: list[Violation] = []
-    rows: dict[tuple[int, int], tuple[ImagePair, tuple[bytes | None, ...]]] = {}
+    rows: dict[tuple[int, int], tuple[ImagePair, Coded]] = {}
     for pair in pairs:
         faults = _faults(pair, num_layers, num_slices)
         if (pair.layer, pair.slice) in rows:
@@ -179,12 +197,11 @@ def build_image(
         if faults:
             violations += faults
             continue
-        a, b = _cast(pair.a, dtype), _cast(pair.b.T, dtype)
-        for name, matrix in (("A", a), ("B", b)):
-            if not _is_finite(matrix, dtype):
-                violations.append(Violation(f"{_name(pair)}: {name}", f"has values that are not finite in {dtype}"))
-        vectors = [None if vector is None else vector.tobytes() for vector in (pair.gain, pair.shift)]
-        rows[pair.layer, pair.slice] = (pair, (a.tobytes(), b.tobytes(), *vectors))
+        coded = code_pair(pair.a, pair.b, dtype=dtype)
+        violations += [
+            Violation(f"{_name(pair)}: {name}", f"has values that are not finite in {dtype}") for name in coded.not_finite
+        ]
+        rows[pair.layer, pair.slice] = (pair, coded)
     if not rows and not violations:
         violations.append(Violation("adapter", "has no pair"))
     if violations:
@@ -192,15 +209,30 @@ def build_image(
     blocks: list[Block] = []
     chunks: list[bytes] = []
     start = 0
-    for _, (pair, parts) in sorted(rows.items(), key=lambda item: item[0]):
+    for _, (pair, coded) in sorted(rows.items(), key=lambda item: item[0]):
+        vectors = [None if vector is None else vector.tobytes() for vector in (pair.gain, pair.shift)]
+        parts = [coded.factors, coded.a, coded.b, *vectors]
         chunks += [part.ljust(_aligned(len(part)), b"\0") for part in parts if part is not None]
         places = _places(start, [None if part is None else len(part) for part in parts])
         rank, in_features = pair.a.shape
         scale = float(np.float32(pair.scaling))
-        blocks.append(Block(pair.layer, pair.slice, rank, scale, in_features, pair.b.shape[0], *places))
-        start += blocks[-1].size_bytes
+        block = Block(pair.layer, pair.slice, rank, scale, coded.loss, in_features, pair.b.shape[0], *places)
+        blocks.append(block)
+        start += block.size_bytes
     payload = np.frombuffer(b"".join(chunks), dtype=np.uint8)
     return Image(version, base_digest, dtype, num_layers, num_slices, tuple(blocks), payload)
+
+
+def check_loss(image: Image, *, most: float) -> None:
+    """Checks what an image loses in fp8 against the setting `max_adapter_loss`.
+
+    Raises:
+        LossyAdapterError: Names the pair that loses most, and the limit.
+    """
+    if image.loss is not None and image.loss.error > most:
+        where = f"layer {image.loss.layer}, slice {image.loss.slice}"
+        fault = f"loses {image.loss.error:.3g} of its norm in fp8, max_adapter_loss is {most:g}"
+        raise LossyAdapterError.of([Violation(where, fault)])
 
 
 def write_image(path: Path, image: Image) -> int:
@@ -285,17 +317,20 @@ def _read_header(header: bytes, payload: npt.NDArray[np.uint8]) -> Image:
             payload=payload,
         )
         payload_bytes, payload_sha256 = fields["payload_bytes"], fields["payload_sha256"]
-        item = _ITEM_BYTES[image.dtype]
+        item = ITEM_BYTES[image.dtype]
         end, before = 0, (-1, -1)
         for block in blocks:
             vector, has_vector = 4 * block.out_features, (block.gain_offset != ABSENT, block.shift_offset != ABSENT)
-            sizes = [block.rank * block.in_features * item, block.rank * block.out_features * item]
+            factors = 4 * block.rank if image.dtype == "fp8" else None
+            sizes = [factors, block.rank * block.in_features * item, block.rank * block.out_features * item]
             places = _places(end, [*sizes, *(vector if there else None for there in has_vector)])
             in_order = before < (block.layer, block.slice)
             inside = _is_inside(block.layer, block.slice, image.num_layers, image.num_slices)
             positive = min(block.rank + any(has_vector), block.in_features, block.out_features) > 0 <= block.rank
-            placed = places == (block.a_offset, block.b_offset, block.gain_offset, block.shift_offset, block.size_bytes)
-            if not (in_order and inside and positive and math.isfinite(block.scale) and placed):
+            vectors = (block.gain_offset, block.shift_offset)
+            placed = places == (block.factor_offset, block.a_offset, block.b_offset, *vectors, block.size_bytes)
+            finite = math.isfinite(block.scale) and math.isfinite(block.loss)
+            if not (in_order and inside and positive and finite and placed):
                 raise CorruptImageError(f"the image's block of layer {block.layer}, slice {block.slice} is misplaced")
             end, before = end + block.size_bytes, (block.layer, block.slice)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -323,26 +358,6 @@ def _faults(pair: ImagePair, num_layers: int, num_slices: int) -> list[Violation
     if not math.isfinite(pair.scaling) or abs(pair.scaling) > float(np.finfo(np.float32).max):
         faults.append(Violation(f"{_name(pair)}: scaling", "is not finite in float32"))
     return faults
-
-
-def _cast(matrix: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """Returns the matrix in the dtype, row-major; bfloat16 as the uint16 of its bits."""
-    if matrix.dtype == _STORED[dtype]:
-        return np.ascontiguousarray(matrix)
-    matrix = np.ascontiguousarray(matrix, dtype=np.float32)
-    if dtype == "bfloat16":
-        bits = matrix.view(np.uint32)
-        half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # ties go to the even neighbour
-        rounded = np.where(np.isfinite(matrix), bits + half, bits | np.uint32(0x10000))  # a NaN must not round to infinity
-        return (rounded >> np.uint32(16)).astype(np.uint16)
-    with np.errstate(over="ignore"):
-        return matrix.astype(np.dtype(dtype))
-
-
-def _is_finite(matrix: npt.NDArray[Any], dtype: str) -> bool:
-    if dtype == "bfloat16":
-        return bool(((matrix & np.uint16(0x7F80)) != np.uint16(0x7F80)).all())
-    return bool(np.isfinite(matrix).all())
 
 
 def _is_inside(layer: int, index: int, num_layers: int, num_slices: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dataplane.lora.entries import Entry
 from dataplane.lora.eviction import Policy, Usage, Victims
-from dataplane.lora.holdings import Counters, Evicted, Holding, Lease, LoadPlan
+from dataplane.lora.holdings import Counters, Evicted, Holding, Lease, LoadPlan, Loss
 from dataplane.lora.shares import Shares
 from dataplane.lora.units import Units
 from dataplane.lora.wants import Want, Wants
@@ -68,13 +68,14 @@ class Residency:
         self._lease_id = 0
         self._hits = self._misses = self._loads = self._failures = self._evictions = 0
 
-    def stage(self, version: str, *, rank: int, blocks: Sequence[int]) -> None:
+    def stage(self, version: str, *, rank: int, blocks: Sequence[int], loss: Loss | None = None) -> None:
         """Notes that a version's image lies in host memory; doing it again changes nothing.
 
         Args:
             version: Digest of the version.
             rank: Its largest rank.
             blocks: Bytes of each block of its image, in order.
+            loss: What it loses in fp8, for `holdings`.
 
         Raises:
             DoesNotFitError: The image is larger than the arena.
@@ -86,7 +87,7 @@ class Residency:
             entry = self._entries.setdefault(version, Entry(version))
             entry.in_host, entry.dropped = True, False
             if entry.place == "host":
-                entry.rank, entry.blocks = rank, tuple(blocks)
+                entry.rank, entry.blocks, entry.loss = rank, tuple(blocks), loss
             elif entry.place == "device":
                 self._offer(entry)
 

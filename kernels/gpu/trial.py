@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.descriptors import Blocks, Descriptors
+from kernels.fp8 import factor_bytes
 from kernels.gpu.device import Gpu
 from kernels.gpu.low_rank import TritonLowRank, Variant
 from kernels.gpu.paths import Path, Paths, Timing, measure
@@ -17,7 +18,7 @@ from kernels.gpu.tiles import TILES, Tiles
 from kernels.rows import aligned_rank, build_rank_rows
 from kernels.sites import Site
 
-_ALIGN = 64  # elements, 128 bytes
+_ALIGN_BYTES = 128
 _REPEATS = 20
 
 Clock = Callable[[Callable[[], None]], float]
@@ -38,6 +39,7 @@ class Trial:
         table: Configurations by row bucket.
         num_adapters: Adapters of a step.
         rank: Their rank.
+        is_fp8: Whether they are in fp8, in the layout of `kernels.fp8`.
     """
 
     def __init__(
@@ -50,13 +52,16 @@ class Trial:
         table: tuple[Tiles, ...] = TILES,
         num_adapters: int = 8,
         rank: int = 16,
+        is_fp8: bool = False,
     ) -> None:
         self._sites, self._weights, self._gpu, self._clock, self._table = sites, weights, gpu, clock, table
         first = next(iter(weights.values()))[0]
         self._num_layers = min(len(layers) for layers in weights.values())
-        self._num_adapters, self._rank = num_adapters, rank
-        blocks, elements = self._lay_out()
-        self._arena = torch.zeros(elements, dtype=first.dtype, device=first.device)
+        self._num_adapters, self._rank, self._is_fp8 = num_adapters, rank, is_fp8
+        self._dtype = first.dtype
+        arena_dtype = torch.uint8 if is_fp8 else self._dtype
+        blocks, elements = self._lay_out(_ALIGN_BYTES // arena_dtype.itemsize)
+        self._arena = torch.zeros(elements, dtype=arena_dtype, device=first.device)
         self._descriptors = Descriptors(num_adapters, *blocks[0].rank.shape, device=first.device)
         for slot, one in enumerate(blocks):
             self._descriptors.set(slot, one)
@@ -80,13 +85,14 @@ class Trial:
             sites=(site,),
             max_rows=num_rows,
             max_list=self._num_adapters * aligned_rank(self._rank),
+            dtype=self._dtype,
             table=self._table,
             paths=Paths(Timing(name, tiles.max_rows, one, float(one is not path)) for tiles in self._table for one in Path),
         )
         row_slot = (np.arange(num_rows) * self._num_adapters // num_rows).astype(np.int32)  # in their order, as the plan has them
         low_rank.begin_step(build_rank_rows(row_slot, self._descriptors.largest_rank), variant=Variant.LOW_RANK)
-        x = torch.zeros(num_rows, site.in_features, dtype=self._arena.dtype, device=self._arena.device)
-        y = torch.empty(num_rows, site.columns[-1][1], dtype=self._arena.dtype, device=self._arena.device)
+        x = torch.zeros(num_rows, site.in_features, dtype=self._dtype, device=self._arena.device)
+        y = torch.empty(num_rows, site.columns[-1][1], dtype=self._dtype, device=self._arena.device)
 
         def run() -> None:
             for layer, weight in enumerate(self._weights[name][: self._num_layers]):
@@ -94,7 +100,8 @@ class Trial:
 
         return self._clock(run) / self._num_layers
 
-    def _lay_out(self) -> tuple[list[Blocks], int]:
+    def _lay_out(self, align: int) -> tuple[list[Blocks], int]:
+        """Returns where the blocks lie, each on a multiple of `align` elements, and how many elements there are."""
         shape = (self._num_layers, sum(len(site.slices) for site in self._sites))
         blocks, end = [], 0
         for _ in range(self._num_adapters):
@@ -102,9 +109,10 @@ class Trial:
             for layer in range(self._num_layers):
                 for site in self._sites:
                     for index, (first, last) in zip(site.slices, site.columns, strict=True):
+                        end += factor_bytes(self._rank) if self._is_fp8 else 0
                         for side, width in enumerate((site.in_features, last - first)):
                             offsets[side, layer, index] = end
-                            end += -(-self._rank * width // _ALIGN) * _ALIGN
+                            end += -(-self._rank * width // align) * align
             ranks, scales = np.full(shape, self._rank, dtype=np.int32), np.ones(shape, dtype=np.float32)
             blocks.append(Blocks(offsets[0], offsets[1], ranks, scales))
         return blocks, end

@@ -30,7 +30,10 @@ STATE = State(
     host_hits=4,
     store_loads=3,
     evictions=1,
-    holdings=(Holding("a" * 64, "device", 8, 2048, 1, 1), Holding("c" * 64, "loading", 4, 100, 0, 2)),
+    holdings=(
+        Holding("a" * 64, "device", 8, 2048, 1, 1, loss=0.04, loss_at="layers.0.mlp.down_proj"),
+        Holding("c" * 64, "loading", 4, 100, 0, 2),
+    ),
 )
 
 
@@ -54,6 +57,7 @@ def test_the_engines_figures_have_the_names_that_routers_read(metrics: Metrics, 
         'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0',
         'veneer_adapter_hits{level="store"} 3.0',
         "veneer_adapter_resident_rank_rows 8.0",
+        "veneer_adapter_loss_max 0.04",
     ):
         assert line in page
     info = f'vllm:lora_requests_info{{max_lora="40",running_lora_adapters="{"a" * 64}",waiting_lora_adapters="{"c" * 64}"}}'

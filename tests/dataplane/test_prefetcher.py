@@ -45,7 +45,7 @@ class Rig:
     """A prefetcher with a scripted store, engine and control plane."""
 
     def __init__(self, folder: Path) -> None:
-        self.cache = HostCache(folder, max_bytes=1000)
+        self.cache = HostCache(folder, dtype="float32", max_bytes=1000)
         self.store = Fetches(self.cache)
         self.engine = ScriptedEngine()
         self.refused: dict[str, VeneerError] = {}

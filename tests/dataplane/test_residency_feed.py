@@ -71,6 +71,15 @@ async def test_a_reader_hears_only_what_changed_each_version_once_as_it_is_now()
     assert (again.held, again.gone, again.is_snapshot) == ((), (), False)
 
 
+async def test_what_a_version_loses_in_fp8_stays_known_when_it_moves() -> None:
+    made = feed()
+    made.show([Holding("a", "loading", 8, 100, 0, 0, loss=0.04, loss_at="layers.0.mlp.down_proj")])
+    for place in ("device", "host"):
+        made.moved(Moved("a", place, rank=8, size_bytes=100, epoch=1))  # type: ignore[arg-type]
+        (held,) = made.read(None).held
+        assert (held.tier, held.loss, held.loss_at) == (place, 0.04, "layers.0.mlp.down_proj")
+
+
 async def test_a_look_that_shows_nothing_new_is_no_change() -> None:
     made = feed()
     made.show([holding("a")])

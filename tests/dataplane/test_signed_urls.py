@@ -125,9 +125,9 @@ async def test_a_version_is_fetched_by_its_addresses_and_through_the_control_pla
     signed = tuple(dataclasses.replace(blob, url=url) for blob, url in zip(source.grant.blobs, urls, strict=True))
     source.grant = dataclasses.replace(source.grant, blobs=signed)
     store = AdapterStore(
-        source, cache=HostCache(tmp_path / "images", max_bytes=1 << 20), on_evicted=lambda _: None, base=tiny_base,
-        base_weights=BaseWeights(tmp_path), folder=tmp_path / "work", dtype="float32", artifact_limits=Limits(),
-        limits=StoreLimits(backoff_s=0.001), observe=lambda part, seconds: None,
+        source, cache=HostCache(tmp_path / "images", dtype="float32", max_bytes=1 << 20), on_evicted=lambda _: None,
+        base=tiny_base, base_weights=BaseWeights(tmp_path), folder=tmp_path / "work", dtype="float32", max_loss=0.1,
+        artifact_limits=Limits(), limits=StoreLimits(backoff_s=0.001), observe=lambda part, seconds: None,
     )  # fmt: skip
     path = await store.fetch(source.version)
     assert open_image(path, version=source.version, dtype="float32").rank == 4

@@ -32,12 +32,14 @@ class Shelf:
         self.base = base
         self.tmp_path = tmp_path
         self.source = FolderSource(make_adapter_folder(tmp_path / "adapter", base, ranks=4), base_digest=base.digest)
-        self.cache = HostCache(tmp_path / "images", max_bytes=1 << 20)
+        self.cache = HostCache(tmp_path / "images", dtype="float32", max_bytes=1 << 20)
         self.evicted: list[str] = []
         self.parts: list[str] = []
         self.store = self.build()
 
-    def build(self, limits: Limits | None = None, *, max_fetches: int = 8) -> AdapterStore:
+    def build(
+        self, limits: Limits | None = None, *, max_fetches: int = 8, dtype: str = "float32", max_loss: float = 0.1
+    ) -> AdapterStore:
         return AdapterStore(
             self.source,
             cache=self.cache,
@@ -45,7 +47,8 @@ class Shelf:
             base=self.base,
             base_weights=BaseWeights(self.tmp_path / "base"),
             folder=self.tmp_path / "work",
-            dtype="float32",
+            dtype=dtype,
+            max_loss=max_loss,
             artifact_limits=limits or Limits(),
             limits=StoreLimits(max_fetches=max_fetches, max_resumes=3, backoff_s=0.001),
             observe=lambda part, seconds: self.parts.append(part),
@@ -181,6 +184,32 @@ async def test_a_version_beyond_the_nodes_own_limits_is_refused_but_not_reported
     with pytest.raises(UnloadableVersionError, match="larger than this node loads"):
         await shelf.store.fetch(shelf.version)
     assert shelf.source.reported == []
+
+
+async def test_in_fp8_an_image_fits_what_was_reserved_for_it_and_its_loss_is_logged(
+    shelf: Shelf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved: list[int] = []
+    reserve = shelf.cache.reserve
+    monkeypatch.setattr(
+        shelf.cache,
+        "reserve",
+        lambda version, size_bytes: (reserved.append(size_bytes), reserve(version, size_bytes=size_bytes))[1],
+    )
+    with caplog.at_level("INFO", logger="dataplane.store"):
+        path = await shelf.build(dtype="fp8").fetch(shelf.version)
+    image = open_image(path, version=shelf.version, dtype="fp8")
+    assert path.stat().st_size <= reserved[0]
+    assert image.loss is not None
+    (record,) = (record for record in caplog.records if record.message == "a version is kept in fp8")
+    assert vars(record)["loss"] == round(image.loss.error, 4)
+    assert vars(record)["at"].startswith(f"model.layers.{image.loss.layer}.")
+
+
+async def test_a_version_that_loses_more_in_fp8_than_the_limit_is_refused_with_both(shelf: Shelf) -> None:
+    with pytest.raises(UnloadableVersionError, match=r"layer \d, slice \d: loses 0.* max_adapter_loss is 0.01"):
+        await shelf.build(dtype="fp8", max_loss=0.01).fetch(shelf.version)
+    assert shelf.has_left_nothing()
 
 
 async def test_an_image_makes_room_for_itself_and_says_for_whom_not(shelf: Shelf) -> None:

@@ -26,10 +26,11 @@ def test_every_code_of_a_finite_value_is_finite():
 def test_an_adapter_of_normal_numbers_loses_about_as_much_as_its_mantissa(rank):
     rng = np.random.default_rng(rank)
     a, b = rng.standard_normal((rank, 200), dtype=np.float32), rng.standard_normal((300, rank), dtype=np.float32)
-    narrow_a, narrow_b = from_fp8(to_fp8(a, b))
+    pair = to_fp8(a, b)
+    narrow_a, narrow_b = from_fp8(pair)
     exact = b.astype(np.float64) @ a
     lost = np.linalg.norm(exact - narrow_b @ narrow_a) / np.linalg.norm(exact)
-    assert relative_error(a, b) == pytest.approx(lost, rel=1e-6)
+    assert relative_error(a, b, pair) == pytest.approx(lost, rel=1e-6)
     assert 0.02 < lost < 0.06
 
 
@@ -45,8 +46,21 @@ def test_each_rank_row_has_a_factor_of_its_own():
 
 def test_zeros_stay_zeros():
     a, b = np.zeros((2, 16), np.float32), np.ones((16, 2), np.float32)
-    assert relative_error(a, b) == 0
+    assert relative_error(a, b, to_fp8(a, b)) == 0
     assert not from_fp8(to_fp8(a, b))[0].any()
+
+
+def test_rank_rows_that_cancel_lose_more_than_each_of_them_does():
+    rng = np.random.default_rng(1)
+    a, b = rng.standard_normal((1, 64), dtype=np.float32), rng.standard_normal((96, 1), dtype=np.float32)
+    near = a + 0.01 * rng.standard_normal((1, 64), dtype=np.float32)
+    a, b = np.concatenate([a, near]), np.concatenate([b, -b], axis=1)
+    assert relative_error(a, b, to_fp8(a, b)) > 0.5
+
+
+def test_a_pair_without_rank_rows_loses_nothing():
+    a, b = np.empty((0, 16), np.float32), np.empty((16, 0), np.float32)
+    assert relative_error(a, b, to_fp8(a, b)) == 0
 
 
 def test_factors_take_whole_lines_in_front_of_a():

@@ -105,7 +105,11 @@ def _print_residency(residency: admin_pb2.GetResidencyResponse) -> None:
     print_table("engine", ("", ""), rows)
     tiers = {admin_pb2.TIER_HOST: "host", admin_pb2.TIER_LOADING: "loading", admin_pb2.TIER_DEVICE: "device"}
     held = [
-        (short(one.version), tiers.get(one.tier, "?"), one.max_rank, size(one.size_bytes), one.leases)
+        (short(one.version), tiers.get(one.tier, "?"), one.max_rank, size(one.size_bytes), one.leases, _loss(one))
         for one in residency.versions
     ]
-    print_table("resident versions", ("version", "tier", "rank", "size", "leases"), held)
+    print_table("resident versions", ("version", "tier", "rank", "size", "leases", "loss"), held)
+
+
+def _loss(one: admin_pb2.ResidentVersion) -> str:
+    return f"{one.loss:.1%} at {one.loss_at}" if one.loss else ""

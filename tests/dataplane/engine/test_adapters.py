@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,12 +29,15 @@ def image_file(folder: Path, version: str, rank: int) -> str:
 
 
 class Harness:
-    def __init__(self, *, units: int = 8, max_rank: int = 16, max_slots: int = 2) -> None:
+    def __init__(self, *, units: int = 8, max_rank: int = 16, max_slots: int = 2, **settings: Any) -> None:
         self.wake = threading.Event()
         config = EngineConfig(
-            model_dir="", dtype="float32", arena_unit_bytes=4096, arena_bytes=units * 4096, max_rank=max_rank, max_slots=max_slots
+            model_dir="", dtype="float32", arena_unit_bytes=4096, arena_bytes=units * 4096, max_rank=max_rank,
+            max_slots=max_slots, **settings,
+        )  # fmt: skip
+        self.arena = Arena(
+            units * 4096, unit_bytes=4096, max_slots=max_slots, num_layers=1, features=FEATURES, dtype=config.arena_dtype
         )
-        self.arena = Arena(units * 4096, unit_bytes=4096, max_slots=max_slots, num_layers=1, features=FEATURES, dtype="float32")
         self.adapters = DeviceAdapters(config, self.arena, wake=self.wake)
         self.notes: list[Note] = []
 
@@ -53,7 +57,7 @@ class Harness:
 def make() -> Iterator[Callable[..., Harness]]:
     made: list[Harness] = []
 
-    def build(**changes: int) -> Harness:
+    def build(**changes: Any) -> Harness:
         made.append(Harness(**changes))
         return made[-1]
 
@@ -97,6 +101,38 @@ def test_an_image_beyond_a_limit_fails_its_requests(
     assert isinstance(note, Fail)
     assert (note.version, note.status) == ("v", status)
     assert not harness.adapters.is_in_host("v")
+
+
+def test_an_image_that_loses_more_in_fp8_than_the_limit_fails_its_requests_by_name(
+    make: Callable[..., Harness], tmp_path: Path
+) -> None:
+    path = tmp_path / "v"
+    numbers = np.random.default_rng(0)
+    pairs = [
+        ImagePair(0, i, 1.0, numbers.standard_normal((2, k), np.float32), numbers.standard_normal((n, 2), np.float32))
+        for i, (k, n) in enumerate(FEATURES)
+    ]
+    write_image(path, build_image(pairs, version="v", base_digest="b", dtype="fp8", num_layers=1, num_slices=2))
+    for limit, fits in ((0.1, True), (0.01, False)):
+        harness = make(cpu_form="triton", adapter_dtype="fp8", max_adapter_loss=limit)
+        harness.adapters.want("v")
+        harness.adapters.stage("v", str(path))
+        if fits:
+            harness.settle_until(lambda harness=harness: harness.is_resident("v"))
+            (holding,) = harness.adapters.residency.holdings()
+            assert holding.loss is not None
+            assert 0.02 < holding.loss.error < 0.06
+        else:
+            harness.settle_until(lambda harness=harness: any(isinstance(note, Fail) for note in harness.notes))
+            (note,) = (note for note in harness.notes if isinstance(note, Fail))
+            assert (note.version, note.status) == ("v", "INVALID_ARGUMENT")
+            assert "of its norm in fp8, max_adapter_loss is 0.01" in note.message
+
+
+def test_an_image_of_another_dtype_than_the_arenas_is_no_image_of_it(make: Callable[..., Harness], tmp_path: Path) -> None:
+    harness = make(cpu_form="triton", adapter_dtype="fp8")
+    harness.adapters.stage("v", image_file(tmp_path, "v", 3))
+    assert harness.settle_until(lambda: bool(harness.notes)) == [Moved("v", "corrupt")]
 
 
 def test_an_image_of_another_version_or_no_file_is_corrupt(make: Callable[..., Harness], tmp_path: Path) -> None:

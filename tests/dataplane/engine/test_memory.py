@@ -92,6 +92,18 @@ def test_a_device_holds_captured_steps_and_a_page_for_rows_that_pad(
     assert on_device.total == sum((on_device.weights, on_device.workspace, on_device.arena, on_device.kv, on_device.graphs))
 
 
+def test_in_fp8_the_plan_says_so_and_takes_the_same_scratch(
+    tiny_config: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = SimpleNamespace(name="Card", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    wide, narrow = (plan_memory(tiny_config(device="cuda", adapter_dtype=dtype), plain.config) for dtype in ("model", "fp8"))
+    assert (wide.workspace, wide.arena) == (narrow.workspace, narrow.arena)
+    (line,) = (line for line in narrow.lines(None) if line.startswith("adapter arena"))
+    assert line.endswith("MiB  fp8")
+
+
 def test_the_memory_of_a_device_is_what_its_driver_says_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7 << 30, 80 << 30))
     assert available_bytes(torch.device("cuda")) == 7 << 30

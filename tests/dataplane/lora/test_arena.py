@@ -11,6 +11,7 @@ from dataplane.lora.image import CorruptImageError, ImageError, ImagePair, build
 from dataplane.lora.units import Units
 from kernels.edges import EMBED, HEAD
 from kernels.epilogue import vector_at
+from kernels.fp8 import factor_bytes, to_fp8
 
 FEATURES = [(8, 6), (8, 2), (5, 9)]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -63,6 +64,24 @@ def test_the_table_finds_every_row_of_an_image_in_the_models_dtype(dtype):
     assert arena.num_units == 8
     assert_holds(arena, 1, pairs)
     assert arena.descriptors.largest_rank.tolist() == [0, 7, 0]
+
+
+def test_in_fp8_the_table_counts_bytes_and_factors_stay_in_front_of_a():
+    arena = make_arena(dtype="fp8", num_units=16)
+    ranks = {(0, 0): 40, (0, 2): 1, (1, 1): 7}
+    pairs, image = make_image(ranks, dtype="fp8")
+    extents = Units(arena.num_units, unit_bytes=512).take(image.block_bytes)
+    arena.write(2, image, extents)
+    table = arena.descriptors
+    assert arena.tensor.dtype is torch.uint8
+    for pair in pairs:
+        at, coded = (2, pair.layer, pair.slice), to_fp8(pair.a, pair.b)
+        a, b = int(table.a_offset[at]), int(table.b_offset[at])
+        held = arena.tensor.numpy()
+        assert np.array_equal(held[a : a + coded.a.size].reshape(coded.a.shape), coded.a)
+        assert np.array_equal(held[b : b + coded.b.size].reshape(coded.b.shape), coded.b)
+        first = a - factor_bytes(len(coded.factors))
+        assert np.array_equal(held[first : first + 4 * len(coded.factors)].view(np.float32), coded.factors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

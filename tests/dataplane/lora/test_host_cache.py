@@ -17,7 +17,7 @@ def put(cache, version, size):
 
 @pytest.fixture
 def cache(tmp_path):
-    return HostCache(tmp_path / "images", max_bytes=100)
+    return HostCache(tmp_path / "images", dtype="float32", max_bytes=100)
 
 
 def use(cache, version):
@@ -48,7 +48,7 @@ def test_of_files_used_alike_the_largest_makes_room(cache):
 
 
 def test_by_recency_the_file_used_longest_ago_makes_room(tmp_path):
-    cache = HostCache(tmp_path / "images", max_bytes=100, policy=Recency())
+    cache = HostCache(tmp_path / "images", dtype="float32", max_bytes=100, policy=Recency())
     for version, size in (("a", 20), ("b", 60)):
         put(cache, version, size)
     use(cache, "b")
@@ -95,14 +95,24 @@ def test_a_file_larger_than_reserved_makes_others_go(cache):
 
 
 def test_files_of_an_earlier_process_are_known_oldest_first_and_unfinished_ones_deleted(tmp_path):
-    for age, name in enumerate(["b.image", "a.image", ".c.image.123.tmp"]):
+    for age, name in enumerate(["b.float32.image", "a.float32.image", ".c.float32.image.123.tmp"]):
         (tmp_path / name).write_bytes(b"x" * 30)
         os.utime(tmp_path / name, (1000 + age, 1000 + age))
-    cache = HostCache(tmp_path, max_bytes=100)
+    cache = HostCache(tmp_path, dtype="float32", max_bytes=100)
     assert cache.versions() == ("b", "a")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.image", "b.image"]
-    assert HostCache(tmp_path, max_bytes=40).versions() == ("a",)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.image"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.float32.image", "b.float32.image"]
+    assert HostCache(tmp_path, dtype="float32", max_bytes=40).versions() == ("a",)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.float32.image"]
+
+
+def test_images_of_another_dtype_are_never_found_and_go_at_the_start(tmp_path):
+    put(HostCache(tmp_path, dtype="bfloat16", max_bytes=100), "a", 10)
+    (tmp_path / "b.image").write_bytes(b"x")
+    cache = HostCache(tmp_path, dtype="fp8", max_bytes=100)
+    assert cache.find("a") is None
+    assert list(tmp_path.iterdir()) == []
+    put(cache, "a", 5)
+    assert HostCache(tmp_path, dtype="fp8", max_bytes=100).versions() == ("a",)
 
 
 def test_a_removed_file_is_gone_even_when_held(cache):
@@ -125,14 +135,14 @@ def test_a_version_that_is_no_digest_never_becomes_a_path(cache, version):
 def test_what_is_no_image_does_not_stop_the_start_nor_stand_in_an_images_way(tmp_path):
     folder = tmp_path / "images"
     folder.mkdir()
-    (folder / "a.image").mkdir()
-    (folder / "a.image" / "x").write_bytes(b"x")
-    (folder / "b.image").symlink_to(folder / "nowhere")
+    (folder / "a.float32.image").mkdir()
+    (folder / "a.float32.image" / "x").write_bytes(b"x")
+    (folder / "b.float32.image").symlink_to(folder / "nowhere")
     (folder / "c.tmp").mkdir()
-    (folder / "UPPER.image").write_bytes(b"x")
+    (folder / "UPPER.float32.image").write_bytes(b"x")
     (folder / "notes.txt").write_bytes(b"x")
-    (folder / "d.image").write_bytes(b"")
-    cache = HostCache(folder, max_bytes=100)
+    (folder / "d.float32.image").write_bytes(b"")
+    cache = HostCache(folder, dtype="float32", max_bytes=100)
     assert cache.versions() == ("d",)
     for version in "ab":
         put(cache, version, 40)

@@ -10,7 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.lora.image import CorruptImageError, ImageError, ImagePair, build_image, open_image, write_image
+from dataplane.lora.image import (
+    CorruptImageError,
+    ImageError,
+    ImagePair,
+    LossyAdapterError,
+    build_image,
+    check_loss,
+    open_image,
+    write_image,
+)
+from kernels.fp8 import Fp8Pair, factor_bytes, from_fp8, relative_error, to_fp8
 
 FIELDS = {"version": "v1", "base_digest": "b1", "num_layers": 3, "num_slices": 2}
 
@@ -56,7 +66,7 @@ def test_every_pair_that_goes_in_comes_out_with_b_transposed(tmp_path):
     assert not image.payload.flags.writeable
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
 def test_gains_and_shifts_lie_beside_their_pair_in_float32(tmp_path, dtype):
     gain, shift = np.linspace(0.1, 3, 5, dtype=np.float32), np.full(5, -1 / 3, np.float32)
     pairs = [
@@ -75,6 +85,46 @@ def test_gains_and_shifts_lie_beside_their_pair_in_float32(tmp_path, dtype):
                 assert np.array_equal(np.frombuffer(payload.tobytes(), np.float32, 5, offset), vector)
     assert blocks[2].rank == 0
     assert open_image(tmp_path / "image").num_bytes == sum(block.size_bytes for block in blocks)
+
+
+def test_in_fp8_each_block_has_its_factors_in_front_of_a_and_half_the_bytes(tmp_path):
+    pairs = [pair(0, 0, 40, seed=1, k=256, n=128), pair(0, 1, 1, seed=2), pair(2, 1, 5, seed=3, k=128, n=384)]
+    write_image(tmp_path / "image", build(pairs, dtype="fp8"))
+    image = open_image(tmp_path / "image", dtype="fp8")
+    for block, source in zip(image.blocks, pairs, strict=True):
+        rank = source.a.shape[0]
+        coded = Fp8Pair(
+            matrix(image, block.a_offset, source.a.shape, np.uint8),
+            matrix(image, block.b_offset, source.b.T.shape, np.uint8),
+            matrix(image, block.factor_offset, (1, rank), np.float32)[0],
+        )
+        expected = from_fp8(to_fp8(source.a, source.b))
+        assert all(np.array_equal(*both) for both in zip(from_fp8(coded), expected, strict=True))
+        assert block.a_offset - block.factor_offset == factor_bytes(rank)
+        assert block.offset % 128 == block.a_offset % 128 == block.b_offset % 128 == 0
+        assert block.loss == relative_error(source.a, source.b, coded)
+    assert image.blocks[0].size_bytes == factor_bytes(40) + build(pairs, dtype="bfloat16").blocks[0].size_bytes // 2
+    assert sum(image.block_bytes) == image.num_bytes
+
+
+def test_an_image_names_the_pair_that_loses_most_in_fp8():
+    cancels = pair(1, 1, 1)
+    near = cancels.a * (1 + 0.01 * np.random.default_rng(1).standard_normal(7)).astype(np.float32)
+    cancels = dataclasses.replace(cancels, a=np.concatenate([cancels.a, near]), b=np.hstack([cancels.b, -cancels.b]))
+    image = build([pair(), cancels, pair(2, 0)], dtype="fp8")
+    assert (image.loss.layer, image.loss.slice) == (1, 1)
+    assert image.loss.error > 0.2
+    check_loss(image, most=image.loss.error)
+    with pytest.raises(LossyAdapterError, match=r"^layer 1, slice 1: loses .* max_adapter_loss is 0.2"):
+        check_loss(image, most=0.2)
+    assert build([pair()]).loss is None
+
+
+def test_what_no_factor_holds_is_refused():
+    huge = pair()
+    huge.a[0, 0], huge.b[0, 0] = 1e30, 1e30
+    with pytest.raises(ImageError, match="layer 0, slice 0: A times B: has values that are not finite in fp8"):
+        build([huge], dtype="fp8")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +186,8 @@ def test_bfloat16_ties_go_to_even(bits, expected):
         ("bfloat16", -np.inf),
         ("bfloat16", np.nan),
         ("float16", np.nan),
+        ("fp8", np.inf),
+        ("fp8", np.nan),
     ],
 )
 @pytest.mark.parametrize("matrix_name", ["A", "B"])
@@ -211,6 +263,8 @@ def test_a_file_of_any_other_length_is_noticed(file):
         {"size_bytes": 10**12},
         {"rank": 0},
         {"in_features": "7"},
+        {"factor_offset": 0},
+        {"loss": float("nan")},
     ],
 )
 def test_a_block_that_lies_about_its_place_is_noticed_even_with_right_checksums(tmp_path, change):

@@ -43,10 +43,14 @@ def write_world(folder):
     generator = torch.Generator().manual_seed(3)
     weights = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in weight_shapes(form).items()}
     save_file(weights, folder / "model.safetensors")
+    return write_images(folder, adapters(form))
+
+
+def adapters(form):
+    """Returns the pairs of each version."""
     features, numbers = model_features(form), np.random.default_rng(4)
-    paths = {}
-    for version, rank in RANKS.items():
-        pairs = [
+    return {
+        version: [
             ImagePair(
                 layer,
                 index,
@@ -58,11 +62,17 @@ def write_world(folder):
             for index in range(len(features))
             if (index + rank) % 4
         ]
-        image = build_image(
-            pairs, version=version, base_digest="", dtype="float32", num_layers=form.num_layers, num_slices=len(features)
-        )
-        paths[version] = folder / version
-        write_image(paths[version], image)
+        for version, rank in RANKS.items()
+    }
+
+
+def write_images(folder, pairs, *, dtype="float32"):
+    """Writes an image of each version; returns their paths."""
+    form = parse_config(FIELDS)
+    sizes = {"num_layers": form.num_layers, "num_slices": len(model_features(form))}
+    paths = {version: folder / f"{version}.{dtype}" for version in pairs}
+    for version, path in paths.items():
+        write_image(path, build_image(pairs[version], version=version, base_digest="", dtype=dtype, **sizes))
     return paths
 
 

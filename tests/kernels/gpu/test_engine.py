@@ -86,8 +86,9 @@ def test_every_path_around_the_base_product_chooses_them_too(world, expected, mo
 
 
 @pytest.mark.slow
-def test_at_start_every_path_is_tried_with_the_models_own_weights(world, monkeypatch):
-    config = config_of(world.folder, cpu_form="triton")
+@pytest.mark.parametrize("adapter_dtype", ["model", "fp8"])
+def test_at_start_every_path_is_tried_with_the_models_own_weights(world, monkeypatch, adapter_dtype):
+    config = config_of(world.folder, cpu_form="triton", adapter_dtype=adapter_dtype)
     model = read_config(world.folder)
     runner = Runner(config, model, plan_memory(config, model))
     times = itertools.cycle([4.0, 3.0, 2.0, 1.0])
@@ -97,7 +98,9 @@ def test_at_start_every_path_is_tried_with_the_models_own_weights(world, monkeyp
         return next(times)
 
     monkeypatch.setattr(dataplane.engine.device_forms, "device_clock", clock)
-    paths = dataplane.engine.device_forms._measured(runner._model.stack, model_sites(model), gpu=probe("cpu"), most_rows=17)
+    paths = dataplane.engine.device_forms._measured(
+        runner._model.stack, model_sites(model), gpu=probe("cpu"), most_rows=17, is_fp8=runner._low_rank.launches.is_fp8
+    )
     fastest = list(Path)[3]
     assert {paths.path(site.name, rows) for site in model_sites(model) for rows in (16, 64)} == {fastest}
     assert paths.path("qkv", 128) is Path.AFTER
