@@ -93,10 +93,12 @@ def _builds(tiles: Tiles, *, is_fp8: bool) -> Iterator[Build]:
         yield Build(name, expand, constants, tiles.expand, operands, tiles.expand.num_stages * index_loads)
     of = tiles.extension
     for block_n in sorted({of.block_n, of.narrow_n}):
-        name = f"extension {m}×{block_n}×{of.block_k}{suffix}"
         constants = common | {"BLOCK_N": block_n, "BLOCK_K": of.block_k, "BLOCK_J": tiles.block_j, "ITEM": ALIGN}
         operands = (m + block_n) * of.block_k * _ELEMENT_BYTES
-        yield Build(name, extension, constants | {"HAS_BIAS": False}, of.launch, operands, of.launch.num_stages * index_loads)
+        for has_bias in (False, True):
+            name = f"extension {m}×{block_n}×{of.block_k}{' bias' * has_bias}{suffix}"
+            constants = constants | {"HAS_BIAS": has_bias}
+            yield Build(name, extension, constants, of.launch, operands, of.launch.num_stages * index_loads)
 
 
 def _attention(head_dim: int, *, page_size: int, softcap: float = 0.0) -> Iterator[Build]:

@@ -99,6 +99,16 @@ MUTANTS = (
         "+ offs_j\n                    acc",
     ),
     Mutant("factors left out", "shrink", "acc *= tl.load(factors, mask=offs_j < num_live, other=0.0)[None, :]", "pass"),
+    Mutant(
+        "factor of the neighbouring rank row",
+        "shrink",
+        "+ first_rank + offs_j\n                    acc",
+        "+ first_rank + (offs_j ^ 1)\n                    acc",
+    ),
+    Mutant("factors of more than 32 rank rows cut short", "shrink", "tl.cdiv((num_live + first_rank) * 4, 128) * 128", "128"),
+    Mutant("sign of a code dropped", "widen", "((bits & 0x80) << 8) | ", ""),
+    Mutant("code widened by twice", "widen", "((bits & 0x7F) << 7)", "((bits & 0x7F) << 7) + 0x400"),
+    Mutant("B in fp8 read as it is", "expand", "widen(b, h_ptr, FP8=FP8", "widen(b, h_ptr, FP8=False"),
     Mutant("rows past the batch written", "expand", "mask_m = rows < num_rows", "mask_m = rows >= 0"),
     Mutant("first column ignored", "expand", "tl.multiple_of(tl.load(site + 1), 16) + offs_n", "offs_n"),
 )
@@ -117,8 +127,9 @@ def trial(judge, gpu_world, in_fp8, rank_rows, gpu_sites):
     rows = rank_rows(adapters, np.array([3, 0, 1, -1, 2, 0, 3], dtype=np.int32))
     for path, site in itertools.product((Path.EXTENSION, Path.FIRST), gpu_sites[::3]):
         judge.check_site(world, adapters, judge.build(adapters, path=path), rows, layer=1, site=site, bias=True)
-    codes, wide = in_fp8(world, adapters)
+    codes, wide = in_fp8(world, world.adapters([5, 16, 3, 40], whole=True, epilogue=True))
     low_rank = judge.build(codes, path=Path.EXTENSION, dtype=torch.float32)
+    rows = rank_rows(codes, rows.row_slot)
     judge.check_site(world, codes, low_rank, rows, layer=0, site=gpu_sites[0], wide=wide)
     neighbours(judge, gpu_world, rank_rows, gpu_sites)
     far_offsets(judge, gpu_world, rank_rows, gpu_sites)
