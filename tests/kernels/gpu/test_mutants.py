@@ -108,7 +108,7 @@ MUTANTS = (
     Mutant("factors of more than 32 rank rows cut short", "shrink", "tl.cdiv((num_live + first_rank) * 4, 128) * 128", "128"),
     Mutant("sign of a code dropped", "widen", "((bits & 0x80) << 8) | ", ""),
     Mutant("code widened by twice", "widen", "((bits & 0x7F) << 7)", "((bits & 0x7F) << 7) + 0x400"),
-    Mutant("B in fp8 read as it is", "expand", "widen(b, h_ptr, FP8=FP8", "widen(b, h_ptr, FP8=False"),
+    Mutant("B in fp8 read as it is", "expand", "widen(b, h_ptr, FP8=FP8, UPCAST=UPCAST)", "b.to(h_ptr.dtype.element_ty)"),
     Mutant("rows past the batch written", "expand", "mask_m = rows < num_rows", "mask_m = rows >= 0"),
     Mutant("first column ignored", "expand", "tl.multiple_of(tl.load(site + 1), 16) + offs_n", "offs_n"),
 )
