@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+
 from veneer.artifact import BaseDescription
+from veneer.channel import typed_errors
 from veneer.connection import Connection, typed
 from veneer.controlplane.v1 import bases_pb2, nodes_pb2, nodes_pb2_grpc, tenants_pb2
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc
+from veneer.errors import UnavailableError
+
+_AGAIN_S = 1.0
 
 
 class OperatorClient(Connection):
@@ -90,6 +97,38 @@ class OperatorClient(Connection):
     async def residency(self) -> admin_pb2.GetResidencyResponse:
         """What is resident where on the data plane, and what its engine is doing."""
         return await self._ask(self._admin.GetResidency, admin_pb2.GetResidencyRequest())  # type: ignore[no-any-return]
+
+    async def watch_residency(self) -> AsyncGenerator[admin_pb2.WatchResidencyResponse]:
+        """What is resident where, and then every change; after `snapshot` the reader forgets what it knew.
+
+        It goes on after the data plane ends a stream in order, or was away, from where it stood; closing it ends it.
+
+        Raises:
+            VeneerError: As the service said; not UnavailableError once something was read.
+        """
+        request, has_read = admin_pb2.WatchResidencyRequest(), False
+        while True:
+            call = self._admin.WatchResidency(request, metadata=self._metadata)
+            try:
+                with typed_errors():
+                    async for response in call:
+                        has_read = True
+                        if not response.more:
+                            request.after.CopyFrom(response.position)
+                        yield response
+            except UnavailableError:
+                if not has_read:
+                    raise
+                await asyncio.sleep(_AGAIN_S)
+            finally:
+                call.cancel()
+
+    async def unload(self, version: str, *, wait_s: float = 60.0) -> admin_pb2.UnloadVersionResponse:
+        """Has the data plane drop a version from every tier, and waits so long for the requests that use it."""
+        request = admin_pb2.UnloadVersionRequest(version=version)
+        request.wait.FromMilliseconds(round(wait_s * 1000))
+        timeout_s = wait_s + self._timeout_s
+        return await self._ask(self._admin.UnloadVersion, request, timeout_s=timeout_s)  # type: ignore[no-any-return]
 
     async def drain(self, *, grace_s: float = 60.0) -> int:
         """Stops a data plane's admission and waits for its streams; returns how many still ran when the time was up."""

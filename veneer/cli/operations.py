@@ -11,6 +11,7 @@ import typer
 from veneer.artifact import describe_base
 from veneer.channel import ClientTls
 from veneer.cli.output import console, print_json, print_table, say, short, size, when
+from veneer.cli.residency import print_versions
 from veneer.cli.target import Target
 from veneer.controlplane.v1 import bases_pb2
 from veneer.dataplane.v1 import admin_pb2
@@ -103,13 +104,4 @@ def _print_residency(residency: admin_pb2.GetResidencyResponse) -> None:
         ("mean load: store, device", f"{residency.mean_store_load_s * 1e3:.1f} ms, {residency.mean_device_load_s * 1e3:.1f} ms"),
     ]
     print_table("engine", ("", ""), rows)
-    tiers = {admin_pb2.TIER_HOST: "host", admin_pb2.TIER_LOADING: "loading", admin_pb2.TIER_DEVICE: "device"}
-    held = [
-        (short(one.version), tiers.get(one.tier, "?"), one.max_rank, size(one.size_bytes), one.leases, _loss(one))
-        for one in residency.versions
-    ]
-    print_table("resident versions", ("version", "tier", "rank", "size", "leases", "loss"), held)
-
-
-def _loss(one: admin_pb2.ResidentVersion) -> str:
-    return f"{one.loss:.1%} at {one.loss_at}" if one.loss else ""
+    print_versions(residency.versions)

@@ -109,6 +109,22 @@ def test_status_shows_health_and_residency(veneer: Run) -> None:
     assert json.loads(ok(veneer("status", "--json")))["residency"]["engine"]["running"] == 0
 
 
+def test_a_version_is_seen_where_it_is_and_unloaded_with_proof(veneer: Run, make_folder: Callable[[int], Path]) -> None:
+    published = json.loads(ok(veneer("publish", make_folder(7), "--adapter", "leaving", "--json")))
+    version = published["version"]["digest"]
+    ok(veneer("generate", "hello", "--adapter", "leaving", "--max-tokens", 40, "--temperature", 0))
+    assert version[:12] in ok(veneer("node", "residency"))
+    found = json.loads(ok(veneer("node", "residency", "--json")))["versions"]
+    assert {one["version"]: one["tier"] for one in found}[version] == "TIER_DEVICE"
+    said = ok(veneer("node", "unload", version[:12]))
+    assert "nothing is left" in said
+    assert "0 B on the device" not in said
+    freed = json.loads(ok(veneer("node", "unload", version, "--json")))["freed"]
+    assert min(int(freed[tier]) for tier in ("device_bytes", "host_bytes", "disk_bytes")) > 0
+    assert version[:12] not in ok(veneer("node", "residency"))
+    assert "no versions that begin with" in veneer("node", "unload", version[:12]).err
+
+
 def test_a_data_plane_is_let_in_by_a_token_and_turned_out(veneer: Run, stack: LocalStack, tmp_path: Path) -> None:
     assert SECRET.fullmatch(ok(veneer("node", "token", "second")).strip())
     file = tmp_path / "token"
