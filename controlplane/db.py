@@ -68,7 +68,7 @@ class Database:
     def __init__(self, settings: Settings) -> None:
         self.app = _engine(settings, APP_ROLE, overflow=settings.pool_overflow)
         self.auth = _engine(settings, AUTH_ROLE, overflow=settings.pool_overflow, isolation_level="AUTOCOMMIT")
-        self.relay = _engine(settings, RELAY_ROLE, overflow=0)
+        self.relay = _engine(settings, RELAY_ROLE, overflow=2)  # jobs that one process does keep a session each
 
     @asynccontextmanager
     async def transaction(

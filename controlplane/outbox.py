@@ -64,7 +64,7 @@ class Relay:
         self._interval_s = settings.relay_interval_s
         self._retention_s = settings.change_retention_s
         url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
-        self._redis = None if url is None else _connect(url)
+        self._redis = None if url is None else connect(url)
         self._relayed = Counter("veneer_controlplane_hints_relayed", "Hints handed to Redis.", registry=registry)
         self._failed = Counter("veneer_controlplane_relay_failures", "Rounds of the relay that failed.", registry=registry)
         self._waiting = Gauge("veneer_controlplane_outbox_events", "Events in the outbox.", registry=registry)
@@ -156,7 +156,8 @@ class Relay:
         return bool((await connection.execute(_TRY_LOCK, {"lock": _LOCK})).scalar_one())
 
 
-def _connect(url: str) -> Redis:
+def connect(url: str) -> Redis:
+    """Opens connections to Redis, which fail fast."""
     return Redis.from_url(
         url,
         socket_timeout=_SOCKET_TIMEOUT_S,

@@ -183,6 +183,16 @@ class Plan:
     rows: Rows = field(default_factory=Rows)
     load: Floats = field(default_factory=lambda: np.empty(0, np.float64))
 
+    @classmethod
+    def of_pairs(cls, pairs: Sequence[tuple[str, str]]) -> Plan:
+        """Returns a plan of which only each adapter's homes are known; it serves as the one before."""
+        keys, replicas = sorted({key for key, _ in pairs}), sorted({replica for _, replica in pairs})
+        places, indexes = {key: at for at, key in enumerate(keys)}, {replica: at for at, replica in enumerate(replicas)}
+        known = sorted({(places[key], indexes[replica]) for key, replica in pairs})
+        columns = np.array(known, np.int64).reshape(-1, 2)
+        rows = Rows(columns[:, 0].copy(), columns[:, 1].copy(), np.ones(len(known), np.bool_))
+        return cls(tuple(replicas), tuple(keys), rows, np.zeros(len(known)))
+
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yields each adapter's key with each of its homes."""
         for adapter, replica in zip(self.rows.adapter.tolist(), self.rows.replica.tolist(), strict=True):

@@ -48,6 +48,7 @@ RULES: Rules = {
             "DeleteAdapter": Rule.of("tenant", roles=["owner"]),
         },
     ),
+    **_service("PlacementService", {"LocateAdapter": Rule.of("tenant", roles=["caller"])}),
     **_service(
         "NodeService",
         {

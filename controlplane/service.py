@@ -8,6 +8,7 @@ from functools import partial
 from typing import Self
 
 from prometheus_client import CollectorRegistry
+from redis.exceptions import RedisError
 
 from controlplane.aliases import Aliases
 from controlplane.bases import Bases
@@ -20,11 +21,15 @@ from controlplane.collector import Collector
 from controlplane.db import Database
 from controlplane.deletion import Deletion
 from controlplane.grants import Sharing
+from controlplane.homes import Homes
 from controlplane.identities import Identities
 from controlplane.intake import check_in_jail
+from controlplane.locate import Locator
 from controlplane.node_servicer import NodeServicer
 from controlplane.nodes import Nodes
-from controlplane.outbox import Relay
+from controlplane.outbox import Relay, connect
+from controlplane.placement_servicer import PlacementServicer
+from controlplane.placer import Placer
 from controlplane.publish import Check, Publisher, PublishMetrics
 from controlplane.resolve import Resolver
 from controlplane.rules import RULES
@@ -40,6 +45,8 @@ from veneer.controlplane.v1 import (
     catalog_pb2_grpc,
     nodes_pb2,
     nodes_pb2_grpc,
+    placement_pb2,
+    placement_pb2_grpc,
     tenants_pb2,
     tenants_pb2_grpc,
 )
@@ -56,12 +63,17 @@ class ControlPlane:
         publisher: Its use case of publishing.
         relay: Its relay of hints.
         collector: Removes from the store what no version owns.
+        placer: Plans where adapters should be warm; None without Redis.
     """
 
     def __init__(self, settings: Settings, vault: Vault, *, check: Check = check_in_jail) -> None:
         registry = CollectorRegistry()
         self.database = Database(settings)
         self.relay = Relay(self.database, settings, registry=registry)
+        url = settings.redis_url
+        self._redis = None if url is None else connect(url.get_secret_value())
+        self.placer = None if self._redis is None else Placer(self.database, self._redis, settings, registry=registry)
+        locator = Locator(self.database, None if self._redis is None else Homes(self._redis))
         identities = Identities(self.database, vault)
         self.blobs = Blobs(settings.store_url)
         self.collector = Collector(self.database, self.blobs, settings, registry=registry)
@@ -103,6 +115,11 @@ class ControlPlane:
                 nodes_pb2.DESCRIPTOR.services_by_name["NodeService"],
                 partial(nodes_pb2_grpc.add_NodeServiceServicer_to_server, node_servicer),
             ),
+            Service(
+                placement_pb2.DESCRIPTOR.services_by_name["PlacementService"],
+                partial(placement_pb2_grpc.add_PlacementServiceServicer_to_server, PlacementServicer(locator)),
+                listeners=("callers",),
+            ),
         ]
         self.server = PlaneServer(
             _options(settings),
@@ -120,6 +137,8 @@ class ControlPlane:
             asyncio.create_task(self.relay.run(), name="relay"),
             asyncio.create_task(self.collector.run(), name="collector"),
         ]
+        if self.placer is not None:
+            self._tasks.append(asyncio.create_task(self.placer.run(), name="placer"))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -129,6 +148,9 @@ class ControlPlane:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await self.relay.close()
+        if self._redis is not None:
+            with contextlib.suppress(RedisError, OSError):
+                await self._redis.aclose()
         await self.database.close()
 
 

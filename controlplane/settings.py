@@ -62,6 +62,7 @@ class Settings(BaseSettings):
         node_key_overlap_s: How long a node's old key works after a rotation.
         quarantine_reports: Nodes that must report a version before it is quarantined.
         relay_interval_s: Pause between looks into the outbox.
+        placement_interval_s: Pause between revisions of the plan where adapters should be warm; it needs `redis_url`.
         change_retention_s: How long changes and stored answers are kept; at least a day.
         collect_interval_s: Pause between looks for files that no version owns.
         upload_grace_s: After so long the files of an upload that was not published are removed; no publish may take longer from
@@ -112,6 +113,7 @@ class Settings(BaseSettings):
     node_key_overlap_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
     quarantine_reports: Annotated[int, Field(ge=1, le=100)] = 1
     relay_interval_s: Annotated[float, Field(gt=0, le=60)] = 0.2
+    placement_interval_s: Annotated[float, Field(gt=0, le=30)] = 5.0
     change_retention_s: Annotated[float, Field(ge=86400)] = 2 * 86400.0
     collect_interval_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
     upload_grace_s: Annotated[float, Field(gt=0, le=7 * 86400)] = 7200.0

@@ -21,6 +21,7 @@ _REPEATABLE: dict[str, tuple[str, ...]] = {
     "veneer.controlplane.v1.BaseService": ("RegisterBase", "ListBases"),
     "veneer.controlplane.v1.CatalogService": ("Publish", "GetAdapter", "ListAdapters", "ListVersions", "RetireVersion"),
     "veneer.controlplane.v1.NodeService": ("ListNodes", "RevokeNode"),
+    "veneer.controlplane.v1.PlacementService": ("LocateAdapter",),
     "veneer.controlplane.v1.TenantService": (
         "ListTenants",
         "ListKeys",
