@@ -19,11 +19,20 @@ from veneer.statuses import error_of
 # repeated behind the caller's back.
 _REPEATABLE: dict[str, tuple[str, ...]] = {
     "veneer.controlplane.v1.BaseService": ("RegisterBase", "ListBases"),
-    "veneer.controlplane.v1.CatalogService": ("Publish", "GetAdapter", "ListAdapters", "ListVersions", "RetireVersion"),
+    "veneer.controlplane.v1.CatalogService": (
+        "Publish",
+        "GetAdapter",
+        "ListAdapters",
+        "ListVersions",
+        "FreezeAlias",
+        "RetireVersion",
+    ),
     "veneer.controlplane.v1.NodeService": ("ListNodes", "RevokeNode"),
     "veneer.controlplane.v1.PlacementService": ("LocateAdapter",),
     "veneer.controlplane.v1.TenantService": (
         "ListTenants",
+        "SetTenantLimits",
+        "SetFallback",
         "ListKeys",
         "RevokeKey",
         "CreateGrant",
@@ -31,7 +40,7 @@ _REPEATABLE: dict[str, tuple[str, ...]] = {
         "RevokeGrant",
     ),
     "veneer.dataplane.v1.GenerationService": ("Generate",),
-    "veneer.dataplane.v1.AdminService": ("GetResidency",),
+    "veneer.dataplane.v1.AdminService": ("GetResidency", "UnloadVersion"),
 }
 _RETRY_POLICY = {
     "maxAttempts": 3,

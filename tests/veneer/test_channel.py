@@ -18,6 +18,9 @@ FILES: list[FileDescriptor] = [
 NEVER_REPEATED = {
     "CatalogService/SetAlias",  # a second run meets its own first one and is refused
     "CatalogService/Rollback",  # a second run may go back further
+    "CatalogService/Promote",
+    "CatalogService/DeleteVersion",  # a second run finds nothing, unless the caller named the request
+    "CatalogService/DeleteAdapter",
     "TenantService/CreateTenant",
     "TenantService/CreateKey",  # each run hands out another secret
     "NodeService/CreateEnrollmentToken",
@@ -30,6 +33,7 @@ NEVER_REPEATED = {
     "NodeService/ListChanges",
     "NodeService/ReportVersion",
     "AdminService/Drain",
+    "AdminService/WatchResidency",  # who comes back says where it was
 }
 
 
