@@ -9,8 +9,11 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from benchmarks.fleet import Fleet, ImageFolder, Stream
@@ -62,13 +65,14 @@ async def measure_load(images: ImageFolder, *, room: int, seconds: float, rounds
             paths = [images.path(number) for number in numbers]
             if kind == "host":
                 fleet.stage(numbers)
+            elif kind == "disk":
+                await asyncio.to_thread(_forget, paths)
             steps_before, loads_before = (await fleet.state()).steps, len(fleet.loads)
             seen: list[float] = []
             resident = asyncio.create_task(_resident(fleet, seen))
             visitors = []
-            for number, path in zip(numbers, paths, strict=True):
+            for number in numbers:
                 if kind == "disk":
-                    _forget(path)
                     fleet.stage([number])
                 visitors.append(asyncio.create_task(fleet.stream(number, output_tokens=4)))
                 await asyncio.sleep(1 / VISITORS_PER_S)
@@ -127,22 +131,31 @@ def measure_copy(images: ImageFolder, *, count: int) -> list[Row]:
     copies: list[float] = []
     size = 0
     try:
-        for number in numbers * 4:
+        for turn, (place, number) in itertools.product(range(4), enumerate(numbers)):
             version, path = images.version(number), images.path(number)
             if not adapters.was_staged(version):
                 adapters.stage(version, str(path))
             payload = open_image(path).payload
             size = payload.size
+            copies_first = (turn + place) % 2  # who goes second finds the bytes in the processor's caches
+            if copies_first:
+                copies.append(_copy(other, payload))
             loads.append(_load(adapters, version, wake))
-            start = time.perf_counter()
-            other[:size] = payload
-            copies.append(time.perf_counter() - start)
+            if not copies_first:
+                copies.append(_copy(other, payload))
     finally:
         adapters.stop()
     first = len(numbers)  # touches pages for the first time
     load_s, copy_s = statistics.median(loads[first:]), statistics.median(copies[first:])
     print(f"load {load_s * 1e3:.2f} ms, copy {copy_s * 1e3:.2f} ms, of {size / 1e6:.1f} MB", flush=True)
     return [Row("load_vs_copy", load_s / copy_s, target="<= 1.25"), Row("load_ms", load_s * 1e3, unit="ms")]
+
+
+def _copy(target: npt.NDArray[np.uint8], payload: npt.NDArray[np.uint8]) -> float:
+    """Returns the seconds of a plain copy."""
+    start = time.perf_counter()
+    target[: payload.size] = payload
+    return time.perf_counter() - start
 
 
 def _load(adapters: DeviceAdapters, version: str, wake: threading.Event) -> float:
@@ -164,11 +177,12 @@ def _load(adapters: DeviceAdapters, version: str, wake: threading.Event) -> floa
         wake.wait(10.0)
 
 
-def _forget(path: Path) -> None:
-    """Lets the next read of a file come from the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+def _forget(paths: Iterable[Path]) -> None:
+    """Lets the next read of each file come from the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from dataplane.lora.eviction import Recency
 from dataplane.lora.host_cache import HostCache, HostCacheFullError
+from dataplane.lora.image import open_image
 from veneer.errors import InvalidArgumentError
 
 
@@ -159,3 +164,30 @@ def test_on_a_full_disk_the_files_worth_least_give_way_but_none_in_use(cache):
     for version in "cd":
         cache.hold(version)
     assert cache.give_way() == ()
+
+
+@pytest.mark.parametrize(("moment", "whole"), [("before", []), ("after", ["v"])])
+def test_a_writer_that_is_killed_leaves_a_whole_image_or_none(tmp_path, moment, whole):
+    code = f"""
+import os, pathlib, signal, sys
+import numpy as np
+from dataplane.lora.image import ImagePair, build_image, write_image
+
+rename = pathlib.Path.rename
+def killed(self, target):
+    if {moment == "after"}:
+        rename(self, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+pathlib.Path.rename = killed
+pair = ImagePair(0, 0, 1.0, np.ones((2, 8), np.float32), np.ones((8, 2), np.float32))
+image = build_image([pair], version="v", base_digest="b", dtype="float32", num_layers=1, num_slices=1)
+write_image(pathlib.Path(sys.argv[1]), image)
+"""
+    path = HostCache(tmp_path / "images", max_bytes=1 << 20).path("v")
+    ended = subprocess.run([sys.executable, "-c", code, str(path)], cwd=Path(__file__).parents[3], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert len(list(path.parent.iterdir())) == 1
+    cache = HostCache(path.parent, max_bytes=1 << 20)
+    assert list(cache.versions()) == whole == [open_image(cache.path(version)).version for version in cache.versions()]
+    assert len(list(path.parent.iterdir())) == len(whole)

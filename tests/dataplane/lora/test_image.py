@@ -251,6 +251,14 @@ def test_a_file_of_any_other_length_is_noticed(file):
         open_image(file)
 
 
+def test_what_a_loss_of_power_may_leave_of_a_file_is_noticed(file):
+    good = file.read_bytes()
+    for kept in (0, 4096, len(good) - 128):
+        file.write_bytes(good[:kept] + bytes(len(good) - kept))
+        with pytest.raises(CorruptImageError):
+            open_image(file)
+
+
 @pytest.mark.parametrize(
     "change",
     [

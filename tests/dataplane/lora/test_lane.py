@@ -58,3 +58,16 @@ def test_the_arena_returns_when_the_whole_image_is_on_the_device():
     for block, start in zip(image.blocks, (0, 2048), strict=True):
         expected = image.payload[block.a_offset : block.a_offset + block.size_bytes]
         assert arena.tensor.view(torch.uint8)[start : start + block.size_bytes].tolist() == expected.tolist()
+
+
+def test_a_load_is_one_copy_an_extent():
+    for extents in ([Extent(0, 4, 0, 2)], [Extent(0, 2, 0, 1), Extent(4, 2, 1, 1)]):
+        lane = SlowLane()
+        arena = Arena(
+            4096, unit_bytes=512, max_slots=1, num_layers=1, features=[(8, 6), (5, 9)], dtype="float32",
+            copies=StagedCopies(lane, pinned=False, block_bytes=4096),
+        )  # fmt: skip
+        pairs = [ImagePair(0, index, 1.0, np.ones((2, k), np.float32), np.ones((n, 2), np.float32))
+                 for index, (k, n) in enumerate([(8, 6), (5, 9)])]  # fmt: skip
+        arena.copy(build_image(pairs, version="v", base_digest="", dtype="float32", num_layers=1, num_slices=2), extents)
+        assert len(lane.sent) == len(extents)
