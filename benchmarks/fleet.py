@@ -22,7 +22,7 @@ from benchmarks.workload import SEED, AdapterKey
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Event, Moved, Sampling, State, Submit, Tokens
-from dataplane.lora.image import write_image
+from dataplane.lora.image import MAGIC, write_image
 from veneer.artifact import describe_base
 
 PROMPT_TOKENS = 32
@@ -41,10 +41,10 @@ class ImageFolder:
     def __init__(self, folder: Path, model: Path, *, rank: int = 8) -> None:
         self.model = model
         self._rank = rank
-        self._folder = folder
+        self._folder = folder / MAGIC.decode().lower()
         self._base = describe_base(model)
         self.vocab_size = self._base.vocab_size
-        folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, number: int) -> Path:
         """Returns where an adapter's image lies."""

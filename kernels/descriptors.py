@@ -78,7 +78,8 @@ class Descriptors:
         self.scale[slot] = blocks.scale
         self.gain_offset[slot] = ABSENT if blocks.gain_offset is None else blocks.gain_offset
         self.shift_offset[slot] = ABSENT if blocks.shift_offset is None else blocks.shift_offset
-        self.has_epilogue[slot] = max(self.gain_offset[slot].max(), self.shift_offset[slot].max()) != ABSENT
+        vectors = [offsets for offsets in (blocks.gain_offset, blocks.shift_offset) if offsets is not None]
+        self.has_epilogue[slot] = any(offsets.max(initial=ABSENT) != ABSENT for offsets in vectors)
         self.epoch[slot] += 1
         self.largest_rank[slot] = int(blocks.rank.max(initial=0))
         if not self._shared:

@@ -119,29 +119,21 @@ class Arena:
 
     def locate(self, image: Image, extents: Sequence[Extent]) -> Blocks:
         """Returns where the blocks of an image lie that was copied to `extents`."""
-        item = self.tensor.element_size()
-        _, *shape = self.descriptors.rank.shape
+        item, grid = self.tensor.element_size(), image.grid
         moved = np.empty(len(image.blocks), np.int64)
         for extent in extents:
             first = extent.first_block
-            start = extent.first_unit * self._unit_bytes - image.blocks[first].offset
-            moved[first : first + extent.num_blocks] = start
-        layer, part, ranks = image.table.T[:3]
-        scales = np.array([block.scale for block in image.blocks], np.float32)
-        found = np.where(image.table.T[3:] == ABSENT, ABSENT, (image.table.T[3:] + moved) // item)
-        inner = slice(int(np.searchsorted(layer, image.num_layers)))  # edges come last
+            moved[first : first + extent.num_blocks] = extent.first_unit * self._unit_bytes - image.blocks[first].offset
+        by_place = moved[grid.block]
+        a_offset, b_offset = (grid.matrices + by_place) // item
+        gain_offset = shift_offset = None
+        if grid.vectors is not None:
+            gain_offset, shift_offset = np.where(grid.vectors == ABSENT, ABSENT, (grid.vectors + by_place) // item)
         edges = {
-            int(part[i]): Edge(int(found[0, i]), int(found[1, i]), int(ranks[i]), float(scales[i]))
-            for i in range(inner.stop, len(image.blocks))
+            block.slice: Edge((block.a_offset + start) // item, (block.b_offset + start) // item, block.rank, block.scale)
+            for block, start in zip(image.edges, moved[len(moved) - len(image.edges) :].tolist(), strict=True)
         }
-        at = (layer[inner], part[inner])
-        rank, scale = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        rank[at], scale[at] = ranks[inner], scales[inner]
-        offsets = np.zeros((4, *shape), np.int64)
-        offsets[2:] = ABSENT
-        offsets[(slice(None), *at)] = found[:, inner]
-        a_offset, b_offset, gain_offset, shift_offset = offsets
-        return Blocks(a_offset, b_offset, rank, scale, gain_offset, shift_offset, edges)
+        return Blocks(a_offset, b_offset, grid.rank, grid.scale, gain_offset, shift_offset, edges)
 
     def publish(self, slot: int, blocks: Blocks) -> None:
         """Points a slot at an image that was copied and located; nothing of the slot's last adapter is left."""

@@ -63,6 +63,7 @@ class HostImage:
         stamp = _stamp(self._path)
         image = open_image(self._path, version=self._version, dtype=self._dtype)
         self._check(image)
+        _ = image.grid  # each load asks for it
         is_old = time.time_ns() - max(stamp[:2]) > _RACY_NS
         self._stamp = stamp if is_old else None
         return image

@@ -32,7 +32,8 @@ from kernels.rows import ABSENT
 from veneer.errors import DataLossError, InvalidArgumentError, Violation
 
 ALIGN_BYTES = 128
-_MAGIC = b"VNRIMG03"
+MAGIC = b"VNRIMG03"
+"""What an image file of this format begins with."""
 _PREFIX = struct.Struct("<8sI32s")
 _PAGE = 4096
 _MAX_HEADER_BYTES = 64 * 1024 * 1024
@@ -104,6 +105,47 @@ _block_fields = attrgetter(*(one.name for one in fields(Block)))
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """Blocks by layer and slice, [L, slices]; those on embedding and head are not in it.
+
+    Attributes:
+        block: int64, number of the block there; 0 where there is none.
+        rank: int32; 0 where there is none.
+        scale: float32; 0 where there is none.
+        matrices: int64 [2, L, slices], offsets of A and B in the payload, in bytes; 0 where there are none.
+        vectors: Likewise of gain and shift, ABSENT where there is none; None where there are none at all.
+    """
+
+    block: npt.NDArray[np.int64]
+    rank: npt.NDArray[np.int32]
+    scale: npt.NDArray[np.float32]
+    matrices: npt.NDArray[np.int64]
+    vectors: npt.NDArray[np.int64] | None
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block], num_layers: int, num_slices: int) -> Grid:
+        """Spreads blocks out."""
+        inner = [block for block in blocks if block.layer < num_layers]
+        at = ([block.layer for block in inner], [block.slice for block in inner])
+
+        def spread(values: Sequence[float], dtype: npt.DTypeLike, nothing: int = 0) -> npt.NDArray[Any]:
+            grid = np.full((num_layers, num_slices), nothing, dtype)
+            grid[at] = values
+            return grid
+
+        matrices = [[block.a_offset for block in inner], [block.b_offset for block in inner]]
+        vectors = [[block.gain_offset for block in inner], [block.shift_offset for block in inner]]
+        has_vectors = any(offset != ABSENT for offsets in vectors for offset in offsets)
+        return cls(
+            spread(range(len(inner)), np.int64),
+            spread([block.rank for block in inner], np.int32),
+            spread([block.scale for block in inner], np.float32),
+            np.stack([spread(offsets, np.int64) for offsets in matrices]),
+            np.stack([spread(offsets, np.int64, ABSENT) for offsets in vectors]) if has_vectors else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Image:
     """An opened image.
 
@@ -115,7 +157,6 @@ class Image:
         num_slices: Slices of the model.
         blocks: Where each (layer, slice) lies, in the order of the payload, without gaps.
         payload: uint8, read-only, mapped from the file or in memory.
-        table: int64 [blocks, 7], of each block its layer, slice, rank, and offsets of A, B, gain and shift.
     """
 
     version: str
@@ -125,12 +166,15 @@ class Image:
     num_slices: int
     blocks: tuple[Block, ...]
     payload: npt.NDArray[np.uint8]
-    table: npt.NDArray[np.int64] = field(init=False, repr=False)
+    _grid: Grid | None = field(init=False, repr=False, compare=False, default=None)
 
-    def __post_init__(self) -> None:
-        """Makes the table, once: it is needed at each load."""
-        rows = [(b.layer, b.slice, b.rank, b.a_offset, b.b_offset, b.gain_offset, b.shift_offset) for b in self.blocks]
-        object.__setattr__(self, "table", np.array(rows, dtype=np.int64).reshape(-1, 7))
+    @property
+    def grid(self) -> Grid:
+        """Where what is inside the layers lies. Made when first asked for, since each load asks for it."""
+        if self._grid is None:
+            object.__setattr__(self, "_grid", Grid.of(self.blocks, self.num_layers, self.num_slices))
+        assert self._grid is not None, "it was just made"
+        return self._grid
 
     @property
     def rank(self) -> int:
@@ -148,7 +192,12 @@ class Image:
     @property
     def has_edges(self) -> bool:
         """Whether it has a pair on the embedding or the head; these come last."""
-        return bool(self.blocks) and self.blocks[-1].layer == self.num_layers
+        return bool(self.edges)
+
+    @property
+    def edges(self) -> tuple[Block, ...]:
+        """Its blocks on the embedding and the head."""
+        return tuple(block for block in self.blocks[-2:] if block.layer == self.num_layers)
 
     @property
     def num_bytes(self) -> int:
@@ -254,7 +303,7 @@ def write_image(path: Path, image: Image) -> int:
         },
         separators=(",", ":"),
     ).encode()
-    prefix = _PREFIX.pack(_MAGIC, len(header), hashlib.sha256(header).digest()) + header
+    prefix = _PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()) + header
     prefix = prefix.ljust(-(-len(prefix) // _PAGE) * _PAGE, b"\0")
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
@@ -290,7 +339,7 @@ def open_image(path: Path, *, version: str | None = None, base_digest: str | Non
             raise CorruptImageError(f"image of {size} bytes is shorter than its prefix")
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     magic, length, digest = _PREFIX.unpack(mapped[: _PREFIX.size])
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise CorruptImageError("not an image file of this format")
     header = bytes(mapped[_PREFIX.size : _PREFIX.size + min(length, _MAX_HEADER_BYTES)])
     if len(header) != length or hashlib.sha256(header).digest() != digest:

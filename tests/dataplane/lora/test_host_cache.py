@@ -184,10 +184,10 @@ pair = ImagePair(0, 0, 1.0, np.ones((2, 8), np.float32), np.ones((8, 2), np.floa
 image = build_image([pair], version="v", base_digest="b", dtype="float32", num_layers=1, num_slices=1)
 write_image(pathlib.Path(sys.argv[1]), image)
 """
-    path = HostCache(tmp_path / "images", max_bytes=1 << 20).path("v")
+    path = HostCache(tmp_path / "images", dtype="float32", max_bytes=1 << 20).path("v")
     ended = subprocess.run([sys.executable, "-c", code, str(path)], cwd=Path(__file__).parents[3], check=False)
     assert ended.returncode == -signal.SIGKILL
     assert len(list(path.parent.iterdir())) == 1
-    cache = HostCache(path.parent, max_bytes=1 << 20)
+    cache = HostCache(path.parent, dtype="float32", max_bytes=1 << 20)
     assert list(cache.versions()) == whole == [open_image(cache.path(version)).version for version in cache.versions()]
     assert len(list(path.parent.iterdir())) == len(whole)
