@@ -183,7 +183,7 @@ class Serving:
         form = parse_config(json.loads((folder / "config.json").read_text()))
         self.engine = Engine(config, lambda _events: None)
         self.runner: Runner = self.engine._runner
-        image = random_image(form, rank=rank, dtype=config.dtype)
+        image = random_image(form, rank=rank, dtype=config.arena_dtype)
         versions = [str(number) for number in range(num_adapters)]
         for version in versions:
             write_image(folder / version, replace(image, version=version))
@@ -301,6 +301,7 @@ def _ratios(
     runner: Runner, marks: Marks, *, shapes: Shapes, mix: tuple[int, int], num_rows: int, contexts: tuple[int, ...], repeats: int
 ) -> Iterator[Figure]:
     num_adapters, rank = mix
+    is_fp8 = runner.arena.tensor.dtype is torch.uint8
     for context in contexts:
         base, mixed = (
             _replay_ms(runner, marks, num_rows=num_rows, num_slots=num_slots, context=context, repeats=repeats)
@@ -308,7 +309,8 @@ def _ratios(
         )
         floor = floor_ratio(shapes, num_adapters=num_adapters, rank=rank, num_rows=num_rows, context=context)
         yield Figure(f"base_step_context_{context}_ms", base, "ms")
-        yield Figure(f"{num_adapters}_adapters_rank_{rank}_context_{context}", mixed / base, "ratio", floor)
+        name = f"{num_adapters}_adapters_rank_{rank}{'_fp8' if is_fp8 else ''}_context_{context}"
+        yield Figure(name, mixed / base, "ratio", 1 + (floor - 1) / 2 if is_fp8 else floor)
 
 
 def _replay_ms(runner: Runner, marks: Marks, *, num_rows: int, num_slots: int, context: int, repeats: int) -> float:
