@@ -11,6 +11,7 @@ from tests.e2e.conftest import Connect, Publish
 from tests.e2e.driving import Answer, Stream, conserved, generate, last_admitted_s, until
 from tests.e2e.markers import ANY_MARKER
 from veneer.client import Client
+from veneer.dataplane.v1 import admin_pb2
 from veneer.dataplane.v1 import generation_pb2 as pb
 from veneer.errors import AbortedError, FailedPreconditionError, NotFoundError, UnauthenticatedError
 from veneer.operator_client import OperatorClient
@@ -245,10 +246,34 @@ async def test_a_retired_version_ends_for_new_requests_and_not_for_running_ones(
         answer = await running.read()
         assert (answer.error, answer.text) == (None, "E" * 900)
 
+    freed = await _proof(operator, one)
+    assert min(freed.device_bytes, freed.host_bytes, freed.disk_bytes, freed.kv_bytes) > 0
+
+
+async def test_a_deleted_versions_bytes_are_gone_from_the_node_and_stay_gone(
+    acme: Client, operator: OperatorClient, publish: Publish
+) -> None:
+    one = (await publish(acme, "G", adapter="leaving")).version.digest
+    await publish(acme, "H", adapter="leaving", alias="stable")
+    await generate(acme, "leaving", version=one, max_tokens=40)
+    await acme.delete_version("leaving", one)
+    freed = await _proof(operator, one)
+    assert min(freed.device_bytes, freed.host_bytes, freed.disk_bytes, freed.kv_bytes) > 0
+    with pytest.raises(NotFoundError):
+        await generate(acme, "leaving", version=one, max_tokens=1)
+    assert all(held.version != one for held in (await operator.residency()).versions)
+
+
+async def _proof(operator: OperatorClient, version: str) -> admin_pb2.FreedBytes:
+    """Waits until the node has let a version go by itself; returns what came free."""
+
     async def is_gone() -> bool:
-        return all(held.version != one for held in (await operator.residency()).versions)
+        return all(held.version != version for held in (await operator.residency()).versions)
 
     await until(is_gone)
+    done = await operator.unload(version)
+    assert done.complete
+    return done.freed
 
 
 async def _serves(client: Client, adapter: str, version: str) -> bool:
