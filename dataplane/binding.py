@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dataplane.arms import draw_arm
 from dataplane.fallback import FallbackMode, FallbackReason, on_refusal
 from dataplane.invocation import find_start
-from dataplane.resolution import Answer, Refusal, Resolution
+from dataplane.resolution import Answer, Arm, Refusal, Resolution
 from veneer.errors import FailedPreconditionError
 
 
@@ -50,7 +50,7 @@ def bind(answer: Answer, *, request_id: str, base_digest: str, split_unit: str, 
         request_id: Of the request; the arm is drawn from it where there is no unit.
         base_digest: Of the base that is served.
         split_unit: Unit of a traffic split; may be empty.
-        mode: When the base may answer instead.
+        mode: What the request asks for when a version cannot be had.
         priority: What the request waits with.
 
     Raises:
@@ -58,7 +58,7 @@ def bind(answer: Answer, *, request_id: str, base_digest: str, split_unit: str, 
     """
     base, outcome = Served(request_id, base_digest, priority=priority), answer.outcome
     if isinstance(outcome, Refusal):
-        return base.by_base(on_refusal(outcome, mode, answer.caller))
+        return base.by_base(on_refusal(outcome, mode))
     if not outcome.arms:
         return base
     sticky = bool(split_unit)
@@ -80,6 +80,22 @@ def bind(answer: Answer, *, request_id: str, base_digest: str, split_unit: str, 
         sticky=sticky,
         priority=priority,
     )
+
+
+def previous_of(served: Served, answer: Answer) -> Arm | None:
+    """Returns the version that may answer in place of the one that `bind` chose."""
+    if served.version is None or not isinstance(answer.outcome, Resolution):
+        return None
+    return answer.outcome.arms[served.arm].previous
+
+
+def bind_previous(served: Served, previous: Arm, prompt: Sequence[int]) -> Binding:
+    """Says what answers when an earlier version takes the place of the one that `bind` chose, and where it starts in a prompt."""
+    start = find_start(prompt, previous.invocation_tokens)
+    if start is None:
+        return Binding(served.by_base(FallbackReason.NOT_INVOKED))
+    instead = replace(served, version=previous.version, version_number=previous.number, fallback=FallbackReason.NOT_READY)
+    return Binding(instead, start)
 
 
 def activate(served: Served, answer: Answer, prompt: Sequence[int]) -> Binding:

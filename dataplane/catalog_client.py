@@ -50,6 +50,10 @@ _REFUSALS = {
 }
 
 
+ALIAS_MOVED = int(nodes_pb2.CHANGE_KIND_ALIAS)
+"""Kind of a change that points an alias at a version."""
+
+
 class EnrollmentError(FailedPreconditionError):
     """The node is not enrolled, or was enrolled for another base."""
 
@@ -289,6 +293,8 @@ def _answer(response: nodes_pb2.ResolveResponse) -> Answer:
         cache_salt=caller.cache_salt,
         expire_unix_s=expire,
         max_priority=caller.max_priority,
+        previous_allowed=caller.previous_allowed,
+        default_fallback=caller.default_fallback or "NONE",
         limits=TenantLimits(
             max_rank_rows=caller.limits.max_rank_rows,
             max_arena_bytes=caller.limits.max_arena_bytes,
@@ -298,19 +304,21 @@ def _answer(response: nodes_pb2.ResolveResponse) -> Answer:
     if response.WhichOneof("outcome") != "resolution":
         return Answer(who, _REFUSALS.get(response.refusal, Refusal.NOT_FOUND))
     found = response.resolution
-    arms = tuple(
-        Arm(
-            arm.digest,
-            arm.number,
-            max(arm.weight, 1),
-            arm.max_rank,
-            arm.size_bytes,
-            arm.state,
-            tuple(arm.invocation_tokens),
-        )
-        for arm in found.arms
-    )
+    arms = tuple(map(_arm, found.arms))
     return Answer(who, Resolution(found.owner, found.adapter, found.alias, found.generation, arms, found.split_salt))
+
+
+def _arm(version: nodes_pb2.ServableVersion) -> Arm:
+    return Arm(
+        version.digest,
+        version.number,
+        max(version.weight, 1),
+        version.max_rank,
+        version.size_bytes,
+        version.state,
+        tuple(version.invocation_tokens),
+        _arm(version.previous) if version.HasField("previous") else None,
+    )
 
 
 def _translate(error: grpc.aio.AioRpcError) -> VeneerError:

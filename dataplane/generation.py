@@ -17,21 +17,23 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
-from dataplane.binding import Binding, Served, activate, bind
+from dataplane.attempts import Attempt, NotReadyError, refuse
+from dataplane.binding import Binding, Served, activate, bind, bind_previous, previous_of
 from dataplane.choices import Choice, ChoiceStreams, sampling_of
+from dataplane.claims import Claim
 from dataplane.engine.messages import Delta, Logprobs, Submit
-from dataplane.fallback import FallbackMode, on_not_ready
+from dataplane.fallback import FallbackMode, FallbackReason, Substitute, mode_of, on_not_ready
 from dataplane.frontend.detokenizer import StopStrings
 from dataplane.frontend.prompts import Budget, Prompt, Prompts
 from dataplane.metrics import Metrics
-from dataplane.prefetcher import Claim
-from dataplane.resolution import Caller, Target
+from dataplane.resolution import Answer, Arm, Caller, Resolution, Target
 from dataplane.resolve_cache import Key, ResolveCache
 from dataplane.token_stream import Piece, TokenStream
+from dataplane.transfer import WithdrawnVersionError
 from veneer.access import Identity, set_identity
-from veneer.errors import ResourceExhaustedError, UnavailableError, VeneerError
+from veneer.errors import ResourceExhaustedError, UnavailableError
 
 
 class Engine(Protocol):
@@ -44,8 +46,11 @@ class Engine(Protocol):
 class Loader(Protocol):
     """What a generation needs of the prefetcher."""
 
-    def ensure(self, version: str) -> Claim:
+    def ensure(self, version: str, tenant: str = "") -> Claim:
         """Has the version's image brought to host memory, and kept there while the claim is held."""
+
+    def expect(self, version: str) -> None:
+        """Has it brought there if that costs no request anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +62,7 @@ class GenerationRequest:
         target: What to generate with.
         prompt: What to continue.
         choice: How tokens are chosen.
-        fallback: When the base may answer instead.
+        fallback: What happens when the version cannot be had in time; None: the tenant's default.
         request_id: Caller's own identifier; empty: one is made.
         split_unit: Unit of a traffic split; empty: the arm is drawn from the request's identifier.
         sub_salt: Mixed into the cache key beside the tenant's own secret.
@@ -69,7 +74,7 @@ class GenerationRequest:
     target: Target
     prompt: Prompt
     choice: Choice = field(default_factory=Choice)
-    fallback: FallbackMode = FallbackMode.NONE
+    fallback: FallbackMode | None = None
     request_id: str = ""
     split_unit: str = ""
     sub_salt: bytes = b""
@@ -113,8 +118,8 @@ class StreamLimits:
         max_buffer_bytes: What may wait for one reader.
         max_buffer_tokens: Tokens that may.
         slow_reader_s: How long that may stay full.
-        fallback_after_s: How long a version may take to load before the base answers, where it may; never more than half of
-            what is left to the deadline.
+        fallback_after_s: How long a version may take to load before something else answers, where that may; never more than
+            half of what is left to the deadline.
     """
 
     max_streams: int = 10_000
@@ -123,6 +128,65 @@ class StreamLimits:
     max_buffer_tokens: int = 256
     slow_reader_s: float = 10.0
     fallback_after_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A request that is bound.
+
+    Attributes:
+        request: The request, with what is left of its deadline.
+        caller: Who asks.
+        mode: What happens when the version cannot be had in time.
+        bound: What is to answer.
+        previous: The version that may answer in its place.
+        submits: What the engine is told of each choice.
+        started_s: When the request came, in monotonic seconds.
+        submitted_s: When what is left of the deadline was measured.
+    """
+
+    request: GenerationRequest
+    caller: Caller
+    mode: FallbackMode
+    bound: Binding
+    previous: Arm | None
+    submits: Sequence[Submit]
+    started_s: float
+    submitted_s: float
+
+    def patience_s(self, limit_s: float) -> float | None:
+        """How long to wait for the version; None to the end."""
+        if self._substitute is None:
+            return None
+        deadline_s = self.request.deadline_s
+        return limit_s if deadline_s is None else min(limit_s, deadline_s / 2)
+
+    def instead(self) -> Binding | None:
+        """What answers in place of the version, if anything may."""
+        match self._substitute:
+            case Substitute.BASE:
+                return Binding(self.bound.served.by_base(FallbackReason.NOT_READY))
+            case Substitute.PREVIOUS:
+                assert self.previous is not None
+                return bind_previous(self.bound.served, self.previous, self.submits[0].prompt)
+        return None
+
+    def submits_for(self, bound: Binding) -> Sequence[Submit]:
+        """What the engine is told when this answers."""
+        if bound is self.bound:
+            return self.submits
+        left_s = self.request.deadline_s
+        if left_s is not None:
+            left_s = max(left_s - (time.monotonic() - self.submitted_s), 0.0)
+        version = bound.served.version
+        return [
+            replace(submit, request_id=uuid.uuid4().hex, version=version, active_from=bound.active_from, deadline_s=left_s)
+            for submit in self.submits
+        ]
+
+    @property
+    def _substitute(self) -> Substitute | None:
+        return on_not_ready(self.mode, has_previous=self.previous is not None)
 
 
 class Generator:
@@ -182,12 +246,13 @@ class Generator:
         answer = await self._resolver.resolve(Key(request.key_digest, request.target))
         caller = answer.caller
         set_identity(Identity(kind="tenant", key_digest=request.key_digest, key_id=caller.key_id, tenant=caller.tenant))
+        mode = mode_of(request.fallback, caller)
         served = bind(
             answer,
             request_id=request.request_id or uuid.uuid4().hex,
             base_digest=self._base_digest,
             split_unit=request.split_unit,
-            mode=request.fallback,
+            mode=mode,
             priority=min(request.priority, caller.max_priority),
         )
         with self._place(caller, request.choice.n):
@@ -197,71 +262,88 @@ class Generator:
             if request.deadline_s is not None:
                 request = replace(request, deadline_s=max(request.deadline_s - (time.monotonic() - started_s), 0.0))
             bound = activate(served, answer, budget.ids)
-            submits = self._submits(request, caller, budget, bound, grammar=grammar)
-            counts = (len(budget.ids), *[0] * (len(submits) - 1))  # the choices of a request have one prompt
+            asked = _Asked(
+                request=request,
+                caller=caller,
+                mode=mode,
+                bound=bound,
+                previous=previous_of(bound.served, answer),
+                submits=self._submits(request, caller, budget, bound, grammar=grammar),
+                started_s=started_s,
+                submitted_s=time.monotonic(),
+            )
+            self._expect_others(answer, bound.served)
+            counts = (len(budget.ids), *[0] * (request.choice.n - 1))  # the choices of a request have one prompt
             timers = [self._metrics.timer(caller.tenant, started_s, prompt_tokens=count) for count in counts]
-            async with aclosing(self._answer(request, caller, bound.served, submits)) as parts:
+            async with aclosing(self._answer(asked)) as parts:
                 async for part in parts:
                     self._metrics.saw(timers[part.choice], part.piece)
                     yield part
 
-    async def _answer(
-        self, request: GenerationRequest, caller: Caller, served: Served, submits: Sequence[Submit]
-    ) -> AsyncGenerator[Part]:
-        claim = None if served.version is None else self._loader.ensure(served.version)
-        streams: ChoiceStreams | None = None
+    async def _answer(self, asked: _Asked) -> AsyncGenerator[Part]:
+        attempt = self._try(asked, asked.bound)
         try:
-            streams = self._open(request, submits)
-            if claim is None:
-                choice, piece = await streams.next()
-            else:
+            try:
+                choice, piece = await attempt.first(patience_s=asked.patience_s(self._limits.fallback_after_s))
+            except NotReadyError as not_ready:
+                instead = asked.instead()
+                if instead is None:
+                    raise not_ready.cause from not_ready.cause.__cause__
+                await attempt.close(is_expected=True)
+                attempt = self._try(asked, instead)
                 try:
-                    choice, piece = await self._first(request, caller, streams, claim)
-                except _NotReadyError as not_ready:
-                    reason = on_not_ready(request.fallback, caller)
-                    if reason is None:
-                        raise not_ready.cause from not_ready.cause.__cause__
-                    await streams.close()
-                    served = served.by_base(reason)
-                    streams = self._open(
-                        request,
-                        [replace(submit, request_id=uuid.uuid4().hex, version=None, active_from=0) for submit in submits],
-                    )
-                    choice, piece = await streams.next()
-                claim.release()  # with a first token the engine holds a copy and a lease of its own
+                    choice, piece = await attempt.first(patience_s=None)
+                except (NotReadyError, WithdrawnVersionError):
+                    raise not_ready.cause from not_ready.cause.__cause__
+            served = attempt.served
             if served.fallback is not None:
-                self._metrics.fell_back(served.fallback.value)
-            yield Part(served, piece, choice, self._echo(request.choice, submits[0].prompt, choice, piece))
-            while streams.is_open:
-                choice, piece = await streams.next()
-                yield Part(None, piece, choice, self._echo(request.choice, submits[0].prompt, choice, piece))
+                self._metrics.fell_back(served.fallback.value, by="base" if served.version is None else "previous")
+            elif attempt.level is not None:
+                self._metrics.first_token(attempt.level, time.monotonic() - asked.started_s)
+            prompt = asked.submits[0].prompt
+            yield Part(served, piece, choice, self._echo(asked.request.choice, prompt, choice, piece))
+            while attempt.is_open:
+                choice, piece = await attempt.next()
+                yield Part(None, piece, choice, self._echo(asked.request.choice, prompt, choice, piece))
         finally:
-            if claim is not None:
-                claim.release()
-            if streams is not None:
-                await streams.close()
+            await attempt.close()
 
-    async def _first(self, request: GenerationRequest, caller: Caller, streams: ChoiceStreams, claim: Claim) -> tuple[int, Piece]:
-        """Waits for the first tokens, the failure of the load, or the end of patience."""
-        patience_s = None
-        if on_not_ready(request.fallback, caller) is not None:
-            patience_s = self._limits.fallback_after_s
-            if request.deadline_s is not None:
-                patience_s = min(patience_s, request.deadline_s / 2)
-        first = asyncio.ensure_future(streams.next())
+    def _try(self, asked: _Asked, bound: Binding) -> Attempt:
+        """Opens the streams, and has the version loaded that they need.
+
+        Raises:
+            VeneerError: The request does not wait for a version, and this one is not there.
+        """
+        version = bound.served.version
+        if version is None:
+            return Attempt(bound.served, self._open(asked.request, asked.submits_for(bound)), None)
+        claim = self._loader.ensure(version, asked.caller.tenant)
         try:
-            waited: set[asyncio.Future[Any]] = {first, claim.loaded}
-            await asyncio.wait(waited, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-            if first.done() and first.exception() is None:
-                return first.result()
-            error = claim.loaded.exception() if claim.loaded.done() else None
-            if isinstance(error, VeneerError):
-                raise _NotReadyError(error)
-            if not claim.loaded.done() and not first.done():
-                raise _NotReadyError(UnavailableError("the version is not loaded yet", retry_after_s=1.0))
-            return await first
-        finally:
-            first.cancel()
+            if not claim.loaded.done() or claim.loaded.exception() is not None:
+                self._foresee(asked, claim)
+            return Attempt(bound.served, self._open(asked.request, asked.submits_for(bound)), claim)
+        except BaseException:
+            claim.release(is_expected=True)
+            raise
+
+    def _foresee(self, asked: _Asked, claim: Claim) -> None:
+        """A version is not there: nobody waits who does not want to, and what may take its place is brought too."""
+        if asked.mode is FallbackMode.FAIL:
+            if not claim.loaded.done():
+                raise UnavailableError("the version is not loaded yet", retry_after_s=1.0)
+            try:
+                refuse(claim)
+            except NotReadyError as not_ready:
+                raise not_ready.cause from not_ready.cause.__cause__
+        if asked.mode is FallbackMode.PREVIOUS and asked.previous is not None:
+            self._loader.expect(asked.previous.version)
+
+    def _expect_others(self, answer: Answer, served: Served) -> None:
+        """The other arms of a split are asked for next."""
+        if served.version is not None and isinstance(answer.outcome, Resolution):
+            for arm in answer.outcome.arms:
+                if arm.version != served.version and arm.state == "READY":
+                    self._loader.expect(arm.version)
 
     def _open(self, request: GenerationRequest, submits: Sequence[Submit]) -> ChoiceStreams:
         return ChoiceStreams(
@@ -331,11 +413,3 @@ class Generator:
                 del self._streams[caller.tenant]
             if not self._streams:
                 self._idle.set()
-
-
-class _NotReadyError(Exception):
-    """The version cannot be loaded in time; `cause` is the answer where the base must not take over."""
-
-    def __init__(self, cause: VeneerError) -> None:
-        super().__init__(cause.message)
-        self.cause = cause

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter as Counting
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from dataplane.circuits import CircuitState
 from dataplane.engine.messages import State
 from dataplane.engine.queue_times import BOUNDS_S
 from dataplane.engine.step_rows import RANK_ROW_BOUNDS
@@ -136,6 +138,17 @@ class Metrics:
             registry=registry,
         )
         self._load_failures = counter("veneer_adapter_load_failures", "Loads that failed for good.", ["status"])
+        self._load_cancellations = counter("veneer_adapter_load_cancellations", "Loads that nobody waited for any more.", [])
+        self._circuits = Gauge(
+            "veneer_adapter_circuits", "Versions whose last load failed, by state.", ("state",), registry=registry
+        )
+        self._cold_first_token = Histogram(
+            "veneer_adapter_first_token_seconds",
+            "From the request to its first token, by where its version was.",
+            ("level",),
+            buckets=BOUNDS_S,
+            registry=registry,
+        )
         self._evictions = counter("veneer_adapter_evictions", "Copies of adapters that went, by why.", ["level", "reason"])
         self._unloads = counter("veneer_adapter_unloads", "Versions that were let go whole.", [])
         self._unloaded_bytes = counter("veneer_adapter_unloaded_bytes", "Bytes that came free with them.", ["level"])
@@ -143,10 +156,19 @@ class Metrics:
         self._reports = counter("veneer_residency_reports", "Reports of what the node holds, to Redis.", ["outcome"])
         self._watchers = Gauge("veneer_residency_watchers", "Readers of what the node holds.", registry=registry)
         self._corruptions = counter("veneer_adapter_corruptions", "Bytes found corrupt.", ["level"])
-        self._prefetches = counter("veneer_adapter_prefetch", "Hints acted on.", ["outcome"])
+        self._prefetches = counter(
+            "veneer_adapter_prefetch", "Loads ahead of requests, by what came of them.", ["source", "outcome"]
+        )
+        self._prefetched_bytes = counter("veneer_adapter_prefetch_bytes", "Bytes that came ahead of requests.", [])
         self._hits = Gauge(
             "veneer_adapter_hits",
             "Requests by where they found their version, since the engine's start.",
+            ("level",),
+            registry=registry,
+        )
+        self._misses = Gauge(
+            "veneer_adapter_misses",
+            "Requests by where they looked for their version in vain, since the engine's start.",
             ("level",),
             registry=registry,
         )
@@ -159,7 +181,9 @@ class Metrics:
             "veneer_adapter_loss_max", "Most that a projection of an adapter on the device loses in fp8.", registry=registry
         )
         self._leases = Gauge("veneer_adapter_leases", "Leases held by running requests.", registry=registry)
-        self._fallbacks = counter("veneer_fallbacks", "Requests that the base answered in place of an adapter.", ["reason"])
+        self._fallbacks = counter(
+            "veneer_fallbacks", "Requests that something else answered, by why and by what.", ["reason", "by"]
+        )
         self._tenant_tokens = counter("veneer_tenant_tokens", "Tokens by tenant.", ["tenant", "kind"])
         self._not_finite = counter("veneer_not_finite", "Requests that ended since their logits were not finite.", [])
         self._catalog_age = Gauge("veneer_catalog_age_seconds", "Time since all committed changes were known.", registry=registry)
@@ -211,6 +235,14 @@ class Metrics:
         """A version cannot be had."""
         self._load_failures.labels(status).inc()
 
+    def load_cancelled(self) -> None:
+        """Nobody waited for a load any more."""
+        self._load_cancellations.inc()
+
+    def first_token(self, level: str, seconds: float) -> None:
+        """The first token of a request came, whose version was on the `device`, in `host` memory, or in the `store` alone."""
+        self._cold_first_token.labels(level).observe(seconds)
+
     def evicted(self, level: str, reason: str) -> None:
         """A version lost its copy."""
         self._evictions.labels(level, reason).inc()
@@ -235,13 +267,23 @@ class Metrics:
         """Bytes were found corrupt."""
         self._corruptions.labels(level).inc()
 
-    def prefetched(self, outcome: str) -> None:
-        """A hint was looked at."""
-        self._prefetches.labels(outcome).inc()
+    def prefetched(self, source: str, outcome: str) -> None:
+        """Something came of a load ahead.
 
-    def fell_back(self, reason: str) -> None:
-        """The base answered in place of an adapter."""
-        self._fallbacks.labels(reason).inc()
+        Args:
+            source: `hinted` or `expected`.
+            outcome: `started`; or none was needed or wanted: `held`, `broken`, `no_room`, `dropped`. What started ends `used`,
+                `wasted` (it made room before it was used), `late` (a request came meanwhile) or `failed`.
+        """
+        self._prefetches.labels(source, outcome).inc()
+
+    def prefetched_bytes(self, num_bytes: int) -> None:
+        """Bytes came that no request waits for."""
+        self._prefetched_bytes.inc(num_bytes)
+
+    def fell_back(self, reason: str, *, by: str) -> None:
+        """The `base`, or the `previous` version, answered in place of what was asked for."""
+        self._fallbacks.labels(reason, by).inc()
 
     def not_finite(self) -> None:
         """A request's logits were not finite."""
@@ -272,6 +314,8 @@ class Metrics:
         self._lora_info.labels(max_slots, names, ",".join(waiting[: self._max_versions])).set(time.time())
         for level, count in (("device", state.device_hits), ("host", state.host_hits), ("store", state.store_loads)):
             self._hits.labels(level).set(count)
+        self._misses.labels("device").set(state.host_hits + state.store_loads)
+        self._misses.labels("host").set(state.store_loads)
         self._resident_bytes.labels("device").set(state.arena_bytes_used)
         self._resident_bytes.labels("host").set(state.host_bytes)
         self._resident_bytes.labels("kv").set(state.kv_pages_kept * state.kv_page_bytes)
@@ -289,6 +333,11 @@ class Metrics:
             self._resident.labels(tier).set(count)
         self._resident_bytes.labels("disk").set(disk_bytes)
         self._unloading.set(unloading)
+
+    def show_circuits(self, states: Counting[str]) -> None:
+        """Shows how many circuits are in which state."""
+        for state in CircuitState:
+            self._circuits.labels(state.value).set(states[state.value])
 
     def show_catalog(self, *, age_s: float, answers: dict[str, int], hints_connected: bool) -> None:
         """Shows how fresh the node's knowledge is."""

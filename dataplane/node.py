@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
@@ -12,13 +13,14 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from dataplane.admin import AdminServicer
-from dataplane.catalog_client import CatalogClient, Change, open_channel
+from dataplane.catalog_client import ALIAS_MOVED, CatalogClient, Change, open_channel
 from dataplane.change_feed import ChangeFeed
 from dataplane.engine.client import EngineClient
 from dataplane.engine.messages import State
 from dataplane.frontend.prompts import Prompts
 from dataplane.generation import Generator, StreamLimits
 from dataplane.hints import Allowance, Hint, HintSubscriber
+from dataplane.loads import LoadLimits
 from dataplane.lora.eviction import Recency
 from dataplane.lora.host_cache import HostCache
 from dataplane.metrics import Metrics
@@ -164,7 +166,7 @@ class Node:
             dtype=image_dtype,
             max_loss=settings.max_adapter_loss,
             artifact_limits=Limits(max_rank=settings.max_rank),
-            limits=StoreLimits(max_fetches=settings.max_fetches),
+            limits=StoreLimits(max_fetches=8 * settings.max_fetches),  # the prefetcher says which, and how many
             observe=self.metrics.fetched,
         )
         self.residency = ResidencyFeed(self.cache)
@@ -176,7 +178,12 @@ class Node:
             may_serve=self.client.grant_blobs,
             metrics=self.metrics,
             unloads=self.unloads,
-            load_timeout_s=settings.load_timeout_s,
+            limits=LoadLimits(
+                max_fetches=settings.max_fetches,
+                load_timeout_s=settings.load_timeout_s,
+                prefetch_bytes_per_s=settings.prefetch_bytes_per_s,
+                max_failures=settings.max_load_failures,
+            ),
         )
         self.supervisor.attach(self.prefetcher, self.residency)
 
@@ -308,6 +315,7 @@ class Node:
                 pass  # the engine restarts; its last figures stay
             counts = self.resolver.counts
             self.metrics.show_held(self.residency.tiers(), disk_bytes=self.cache.num_bytes, unloading=self.unloads.num_pending)
+            self.metrics.show_circuits(Counter(circuit.state.value for circuit in self.prefetcher.circuits()))
             self.metrics.show_catalog(
                 age_s=self.feed.age_s,
                 answers={"fresh": counts.fresh, "asked": counts.asked, "stale": counts.stale, "regressed": counts.regressed},
@@ -340,6 +348,8 @@ class Node:
         for change in changes:
             if change.version:
                 self.prefetcher.recheck(change.version)
+                if change.kind == ALIAS_MOVED and self.resolver.was_asked_lately(change.tenant, change.adapter):
+                    self.prefetcher.expect(change.version)
 
     def _on_reset(self) -> None:
         self.resolver.invalidate()

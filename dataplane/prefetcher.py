@@ -1,36 +1,34 @@
 """Brings versions from the store to host memory before, or as soon as, a request needs them.
 
-Driven by requests (`ensure`), by the engine (`want`: a queued request found no image) and by hints (`hint`). One load for each
-version at a time, whoever asked; loads run beside the serving path and never hold anything else up.
+Driven by requests (`ensure`), by the engine (`want`: a queued request found no image), by recent traffic (`expect`) and by hints
+(`hint`). One load for each version at a time, whoever asked; loads run beside the serving path and never hold anything else up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
+from dataplane.circuits import Circuit
+from dataplane.claims import Claim, Level
 from dataplane.engine.messages import Unloaded
+from dataplane.load_line import Urgency
+from dataplane.loads import Fetcher, Load, LoadLimits, Loads
 from dataplane.lora.host_cache import HostCache
 from dataplane.metrics import Metrics
+from dataplane.transfer import WithdrawnVersionError
 from dataplane.unloads import Unloads
-from veneer.errors import (
-    FailedPreconditionError,
-    InternalError,
-    NotFoundError,
-    ResourceExhaustedError,
-    UnavailableError,
-    VeneerError,
-)
+from veneer.errors import FailedPreconditionError, NotFoundError, VeneerError
 
 _log = logging.getLogger(__name__)
 _RECHECK_AGAIN_S = 1.0
-_HINT_LEVEL = 0.9  # hints fill free room only: above this part of the host budget they are dropped
+_AHEAD_LEVEL = 0.9  # loads ahead fill free room only: above this part of the host budget they are dropped
+_LATELY_S = 600.0  # so long a version counts as asked for lately
+_MAX_REMEMBERED = 1 << 16
 
 
 class ImageSink(Protocol):
@@ -46,40 +44,6 @@ class ImageSink(Protocol):
         """It cannot be had: requests that wait for it end."""
 
 
-class Fetcher(Protocol):
-    """What the prefetcher needs of the store."""
-
-    async def fetch(self, version: str) -> Path:
-        """Brings the version's image into the host cache."""
-
-
-class Claim:
-    """One request's interest in a version: its host image stays while the claim is held. Owned by the request.
-
-    Attributes:
-        loaded: Done when the image (or a device copy) is there; its exception says why it cannot be had.
-    """
-
-    def __init__(self, release: Callable[[], None]) -> None:
-        self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.loaded.add_done_callback(lambda future: future.cancelled() or future.exception())  # seen, though nobody may ask
-        self._release: Callable[[], None] | None = release
-
-    def release(self) -> None:
-        """Gives the claim back. Idempotent."""
-        if self._release is not None:
-            self._release()
-            self._release = None
-
-
-@dataclass(slots=True)
-class _Load:
-    task: asyncio.Task[None]
-    claims: list[Claim] = field(default_factory=list)
-    doubted: bool = False
-    """The catalogue changed something about the version while it was on its way."""
-
-
 class Prefetcher:
     """Owned by the event loop. Knows what the engine was told; the cache knows which files there are.
 
@@ -91,8 +55,8 @@ class Prefetcher:
             if not.
         metrics: Counts loads.
         unloads: Counts what comes free of versions that go.
-        load_timeout_s: How long a load is retried.
-        max_hints: Hints that may wait.
+        limits: Bounds of loads.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -104,64 +68,81 @@ class Prefetcher:
         may_serve: Callable[[str], Awaitable[object]],
         metrics: Metrics,
         unloads: Unloads,
-        load_timeout_s: float = 30.0,
-        max_hints: int = 64,
+        limits: LoadLimits,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store = store
         self._cache = cache
         self._engine = engine
         self._may_serve = may_serve
         self._metrics = metrics
         self._unloads = unloads
-        self._load_timeout_s = load_timeout_s
-        self._loads: dict[str, _Load] = {}
+        self._clock = clock
+        self._loads = Loads(store, is_there=cache.__contains__, events=self, metrics=metrics, limits=limits, clock=clock)
+        self._claims: dict[str, set[Claim]] = {}
+        self._asked: OrderedDict[str, float] = OrderedDict()
+        self._brought_ahead: dict[str, str] = {}
         self._staged: set[str] = set()
         self._on_device: set[str] = set()
         self._distrusted: set[str] = set()
-        self._hints: asyncio.Queue[str] = asyncio.Queue(max_hints)
         self._rechecks: dict[str, None] = {}
         self._recheck_asked = asyncio.Event()
 
     @property
     def num_loads(self) -> int:
-        """Loads under way."""
+        """Loads in line and under way."""
         return len(self._loads)
 
-    def ensure(self, version: str) -> Claim:
+    def circuits(self) -> list[Circuit]:
+        """Returns the versions whose last load failed."""
+        return self._loads.circuits()
+
+    def ensure(self, version: str, tenant: str = "") -> Claim:
         """Has the version's image brought to host memory and told to the engine; returns at once."""
         self._cache.hold(version)
-        claim = Claim(lambda: self._cache.let_go(version))
-        if version in self._on_device or self._stage_if_there(version):
+        level: Level = "device" if version in self._on_device else "host" if version in self._cache else "store"
+        claim = Claim(lambda given, is_expected: self._release(version, given, is_expected=is_expected), level=level)
+        self._claims.setdefault(version, set()).add(claim)
+        was_asked = self._note_asked(version)
+        if level == "device" or self._stage_if_there(version):
             claim.loaded.set_result(None)
+            if source := self._brought_ahead.pop(version, ""):
+                self._metrics.prefetched(source, "used")
+        elif (refusal := self._loads.refusal(version)) is not None:
+            claim.fail(refusal)
         else:
-            self._load(version).claims.append(claim)
+            self._loads.ask(version, Urgency.WAITED, tenant=tenant).popular |= was_asked
         return claim
 
     def want(self, version: str) -> None:
         """The engine has a queued request and knows no image."""
         self._on_device.discard(version)
         self._staged.discard(version)
-        if not self._stage_if_there(version):
-            self._load(version)
+        if self._stage_if_there(version):
+            return
+        if (refusal := self._loads.refusal(version)) is not None:
+            self._fail(version, refusal)
+        else:
+            self._loads.ask(version, Urgency.WAITED).wanted = True
+
+    def expect(self, version: str) -> None:
+        """Recent traffic says that a request will ask for the version."""
+        self._ask_ahead(version, Urgency.EXPECTED)
 
     def hint(self, version: str) -> None:
-        """Advice that the version will be needed; dropped when there are too many."""
-        try:
-            self._hints.put_nowait(version)
-        except asyncio.QueueFull:
-            self._metrics.prefetched("dropped")
+        """Advice that the version will be needed."""
+        self._ask_ahead(version, Urgency.HINTED)
 
     def recheck(self, version: str) -> None:
         """The catalogue changed something about the version: ask whether what is held of it may still be served."""
-        if version in self._loads:
-            self._loads[version].doubted = True
+        self._loads.doubt(version)
         if self._is_held(version):
             self._rechecks[version] = None
             self._recheck_asked.set()
 
     def recheck_all(self) -> None:
         """As `recheck`, for everything held."""
-        for version in {*self._cache.versions(), *self._staged, *self._on_device, *self._loads}:
+        failed = (circuit.version for circuit in self._loads.circuits())
+        for version in {*self._cache.versions(), *self._staged, *self._on_device, *self._loads.versions, *failed}:
             self.recheck(version)
 
     def unload(self, version: str) -> None:
@@ -187,6 +168,7 @@ class Prefetcher:
             self._staged.discard(version)
             self._engine.unstage(version)
             self._metrics.evicted("disk", "room")
+            self._count_waste(version)
 
     def unloaded(self, event: Unloaded) -> None:
         """Nothing is left in the engine of a version that was dropped."""
@@ -198,23 +180,59 @@ class Prefetcher:
         self._on_device.clear()
         self._unloads.engine_lost()
 
+    async def confirm(self, load: Load) -> None:
+        """See `LoadEvents`."""
+        while load.doubted:
+            load.doubted = False
+            try:
+                await self._may_serve(load.version)
+            except (NotFoundError, FailedPreconditionError) as error:
+                self._drop(load.version)
+                raise WithdrawnVersionError("the version cannot be served any more") from error
+            except VeneerError:  # unreachable; those who wait were admitted before
+                load.doubted = True
+                return
+
+    def loaded(self, load: Load) -> None:
+        """See `LoadEvents`."""
+        version = load.version
+        is_there = self._stage_if_there(version)  # nobody's claim keeps what came ahead: it may have made room already
+        if load.source and is_there:
+            self._brought_ahead[version] = load.source
+        for claim in self._claims.get(version, ()):
+            if not claim.loaded.done():
+                claim.loaded.set_result(None)
+        if load.doubted:
+            self.recheck(version)
+
+    def failed(self, load: Load, error: VeneerError) -> None:
+        """See `LoadEvents`."""
+        if load.source:
+            self._metrics.prefetched(load.source, "failed")
+        self._fail(load.version, error)
+
     async def run(self) -> None:
-        """Acts on hints and on changes of the catalogue, until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._follow_hints(), name="hints")
-            group.create_task(self._follow_changes(), name="rechecks")
+        """Acts on changes of the catalogue, until cancelled."""
+        while True:
+            await self._recheck_asked.wait()
+            self._recheck_asked.clear()
+            while self._rechecks:
+                version = next(iter(self._rechecks))
+                del self._rechecks[version]
+                try:
+                    await self._may_serve(version)
+                except (NotFoundError, FailedPreconditionError):
+                    self._drop(version)
+                except VeneerError:  # unreachable; meanwhile resolving decides who is admitted
+                    self._rechecks[version] = None
+                    await asyncio.sleep(_RECHECK_AGAIN_S)
 
     async def close(self) -> None:
         """Ends all loads."""
-        tasks = [load.task for load in self._loads.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for version in list(self._loads):  # cancelled before they ran at all
-            self._fail(version, UnavailableError("the node is stopping"), claims=self._loads.pop(version).claims)
+        await self._loads.close()
 
     def _is_held(self, version: str) -> bool:
-        return version in self._staged or version in self._on_device or self._cache.path(version).exists()
+        return version in self._staged or version in self._on_device or version in self._cache
 
     def _stage_if_there(self, version: str) -> bool:
         path = self._cache.find(version)
@@ -237,10 +255,10 @@ class Prefetcher:
         _log.error("a host image is corrupt", extra={"version": version})
         if version in self._distrusted:
             self._distrusted.discard(version)
-            self._fail(version, FailedPreconditionError("the version cannot be loaded by this node"), claims=[])
+            self._fail(version, FailedPreconditionError("the version cannot be loaded by this node"))
             return
         self._distrusted.add(version)
-        self._load(version)
+        self._loads.ask(version, Urgency.WAITED).wanted = True
 
     def _drop(self, version: str) -> None:
         """Lets a version go; requests that run keep their lease on the device copy."""
@@ -248,92 +266,49 @@ class Prefetcher:
         self._on_device.discard(version)
         self._unloads.begin(version, disk_bytes=self._cache.remove(version))
         self._engine.unstage(version, drop_device=True)
+        self._count_waste(version)
 
-    def _load(self, version: str) -> _Load:
-        load = self._loads.get(version)
-        if load is None:
-            load = self._loads[version] = _Load(asyncio.create_task(self._bring(version), name="load"))
-        return load
+    def _ask_ahead(self, version: str, urgency: Urgency) -> None:
+        source = urgency.name.lower()
+        if self._loads.get(version) is not None:
+            self._loads.ask(version, urgency)
+        elif self._is_held(version):
+            self._metrics.prefetched(source, "held")
+        elif self._loads.refusal(version) is not None:
+            self._metrics.prefetched(source, "broken")
+        elif self._cache.num_bytes > _AHEAD_LEVEL * self._cache.max_bytes:
+            self._metrics.prefetched(source, "no_room")
+        elif self._loads.is_full_ahead:
+            self._metrics.prefetched(source, "dropped")
+        else:
+            self._metrics.prefetched(source, "started")
+            self._loads.ask(version, urgency)
 
-    async def _bring(self, version: str) -> None:
-        started_s = time.monotonic()
-        try:
-            await self._fetch(version, started_s)
-            await self._dispel_doubt(version)
-        except asyncio.CancelledError:
-            self._fail(version, UnavailableError("the node is stopping"), claims=self._loads.pop(version).claims)
-            raise
-        except VeneerError as error:
-            self._fail(version, error, claims=self._loads.pop(version).claims)
-            return
-        except Exception as error:  # noqa: BLE001  a disk fault or a mistake of ours ends the waiting requests, not the node
-            _log.error("a load failed unexpectedly", extra={"version": version, "cause": type(error).__name__})
-            self._fail(version, InternalError("the version could not be loaded"), claims=self._loads.pop(version).claims)
-            return
-        self._metrics.loaded("store", "host", time.monotonic() - started_s)
-        load = self._loads.pop(version)
-        self._stage_if_there(version)  # nobody's claim keeps what a hint brought: it may have made room already
-        for claim in load.claims:
-            claim.loaded.set_result(None)
-        if load.doubted:
-            self.recheck(version)
+    def _release(self, version: str, claim: Claim, *, is_expected: bool) -> None:
+        """A request does not wait for a version any more, or has what it waited for."""
+        self._cache.let_go(version)
+        claims = self._claims[version]
+        claims.remove(claim)
+        if not claims:
+            del self._claims[version]
+            self._loads.let_go(version, is_expected=is_expected)
 
-    async def _dispel_doubt(self, version: str) -> None:
-        """Asks again whether a version that was fetched may be served, if the catalogue changed something about it meanwhile."""
-        load = self._loads[version]
-        while load.doubted:
-            load.doubted = False
-            try:
-                await self._may_serve(version)
-            except (NotFoundError, FailedPreconditionError) as error:
-                self._drop(version)
-                raise FailedPreconditionError("the version cannot be served any more") from error
-            except VeneerError:  # unreachable; those who wait were admitted before
-                load.doubted = True
-                return
-
-    async def _fetch(self, version: str, started_s: float) -> None:
-        pause_s = 0.1
-        while True:
-            try:
-                await self._store.fetch(version)
-                return
-            except (UnavailableError, ResourceExhaustedError) as error:
-                if time.monotonic() + pause_s - started_s > self._load_timeout_s:
-                    raise
-                _log.warning("a load failed and is tried again", extra={"version": version, "status": error.status})
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
-            pause_s = min(pause_s * 2, 2.0)
-
-    def _fail(self, version: str, error: VeneerError, *, claims: list[Claim]) -> None:
+    def _fail(self, version: str, error: VeneerError) -> None:
         self._metrics.load_failed(error.status)
         _log.warning("a version cannot be had", extra={"version": version, "status": error.status})
-        for claim in claims:
-            claim.loaded.set_exception(error)
+        for claim in self._claims.get(version, ()):
+            claim.fail(error)
         self._engine.fail(version, error.status, error.message)  # for those that were preempted and hold no claim any more
 
-    async def _follow_hints(self) -> None:
-        while True:
-            version = await self._hints.get()
-            if self._is_held(version) or version in self._loads:
-                self._metrics.prefetched("held")
-            elif self._cache.num_bytes > _HINT_LEVEL * self._cache.max_bytes:
-                self._metrics.prefetched("no_room")
-            else:
-                self._metrics.prefetched("started")
-                await asyncio.wait({self._load(version).task})
+    def _note_asked(self, version: str) -> bool:
+        """Notes that a request asks for a version; returns whether another did lately."""
+        now_s = self._clock()
+        before_s = self._asked.pop(version, None)
+        self._asked[version] = now_s
+        if len(self._asked) > _MAX_REMEMBERED:
+            self._asked.popitem(last=False)
+        return before_s is not None and now_s - before_s < _LATELY_S
 
-    async def _follow_changes(self) -> None:
-        while True:
-            await self._recheck_asked.wait()
-            self._recheck_asked.clear()
-            while self._rechecks:
-                version = next(iter(self._rechecks))
-                del self._rechecks[version]
-                try:
-                    await self._may_serve(version)
-                except (NotFoundError, FailedPreconditionError):
-                    self._drop(version)
-                except VeneerError:  # unreachable; meanwhile resolving decides who is admitted
-                    self._rechecks[version] = None
-                    await asyncio.sleep(_RECHECK_AGAIN_S)
+    def _count_waste(self, version: str) -> None:
+        if source := self._brought_ahead.pop(version, ""):
+            self._metrics.prefetched(source, "wasted")

@@ -54,6 +54,8 @@ class Caller:
         tenant: Name of the tenant.
         key_id: Identifier of the key, for logs.
         fallback_allowed: Whether the tenant lets the base answer in place of an adapter.
+        previous_allowed: Whether it lets an earlier version answer in place of the present one.
+        default_fallback: What its requests ask for that do not say; name of a fallback mode.
         weight: Share of the tenant relative to others.
         cache_salt: Secret of the tenant, part of every cache key.
         expire_unix_s: When the key ends by itself, by the control plane's clock; None for never.
@@ -68,6 +70,8 @@ class Caller:
     cache_salt: bytes
     expire_unix_s: float | None
     max_priority: int = 0
+    previous_allowed: bool = True
+    default_fallback: str = "NONE"
     limits: TenantLimits = TenantLimits()
 
 
@@ -78,6 +82,7 @@ class Arm:
     Attributes:
         invocation_tokens: Token ids that activate it, from where they last stand in a prompt on; empty: it is active from the
             first token.
+        previous: The version that may answer in its place, if the request asks for that.
     """
 
     version: str
@@ -87,6 +92,7 @@ class Arm:
     size_bytes: int
     state: str
     invocation_tokens: tuple[int, ...] = ()
+    previous: Arm | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from dataplane.resolution import Answer, Resolution, Target
 from veneer.errors import DeadlineExceededError, UnauthenticatedError, UnavailableError, VeneerError
 
+_LATELY_S = 600.0
 _EXPIRY_LEEWAY_S = 60.0  # clocks of two machines may differ by so much
 
 
@@ -90,6 +91,7 @@ class ResolveCache:
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._flights: dict[Key, _Flight] = {}
         self._generations: OrderedDict[tuple[str, str, str], int] = OrderedDict()
+        self._adapters: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._fresh = self._asked = self._stale = self._regressed = 0
 
     @property
@@ -123,6 +125,11 @@ class ResolveCache:
                 raise UnavailableError("the control plane is unreachable", retry_after_s=1.0) from error
             self._stale += 1
             return self._unexpired(entry.answer)
+
+    def was_asked_lately(self, owner: str, adapter: str) -> bool:
+        """Whether somebody who may use an adapter asked for one of its aliases in the last ten minutes."""
+        asked_s = self._adapters.get((owner, adapter))
+        return asked_s is not None and self._clock() - asked_s < _LATELY_S
 
     def invalidate(self, subjects: Collection[Subject] | None = None) -> None:
         """Has answers asked again before their next use; they stay as a reserve while the control plane is unreachable.
@@ -178,6 +185,10 @@ class ResolveCache:
         outcome = answer.outcome
         if not isinstance(outcome, Resolution) or not outcome.alias:
             return True
+        self._adapters[outcome.owner, outcome.adapter] = self._clock()
+        self._adapters.move_to_end((outcome.owner, outcome.adapter))
+        if len(self._adapters) > self._max_entries:
+            self._adapters.popitem(last=False)
         alias = (outcome.owner, outcome.adapter, outcome.alias)
         if outcome.generation < self._generations.get(alias, 0):
             return False

@@ -21,10 +21,12 @@ from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc
 from veneer.errors import InvalidArgumentError, Violation
 
 _MODES = {
-    generation_pb2.FALLBACK_MODE_UNSPECIFIED: FallbackMode.NONE,
+    generation_pb2.FALLBACK_MODE_UNSPECIFIED: None,
     generation_pb2.FALLBACK_MODE_NONE: FallbackMode.NONE,
     generation_pb2.FALLBACK_MODE_NOT_READY: FallbackMode.NOT_READY,
     generation_pb2.FALLBACK_MODE_ANY: FallbackMode.ANY,
+    generation_pb2.FALLBACK_MODE_PREVIOUS: FallbackMode.PREVIOUS,
+    generation_pb2.FALLBACK_MODE_FAIL: FallbackMode.FAIL,
 }
 _REASONS = {
     None: generation_pb2.FALLBACK_REASON_UNSPECIFIED,
@@ -48,6 +50,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         wanted = _request(request, key_digest=current_identity().key_digest, deadline_s=context.time_remaining())
         async with aclosing(self._generator.run(wanted)) as parts:
             async for part in parts:
+                if part.served is not None and part.served.fallback is not None:
+                    context.set_trailing_metadata((("veneer-fallback", part.served.fallback.value),))
                 yield _response(part)
 
 

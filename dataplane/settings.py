@@ -57,7 +57,9 @@ class Settings(BaseSettings):
         hints_per_s: Hints acted on in the long run.
         cache_folder: Adapter images, mapped into host memory, and files on their way there; a memory file system suits well.
         host_cache_bytes: Budget for images; 0 takes a twelfth of the machine's memory, at most 64 GiB.
-        max_fetches: Versions fetched from the store at the same time.
+        max_fetches: Versions that requests wait for fetched from the store at the same time; a quarter as many more ahead.
+        prefetch_bytes_per_s: Bytes a second of all fetches above which those wait that no request waits for; 0: no limit.
+        max_load_failures: Loads of a version that fail in a row before requests for it are answered without one, for a while.
         load_timeout_s: How long the load of a version is tried again.
         resolve_age_s: How long an answer of the control plane is used without asking again.
         t_stale_s: How long it is used while the control plane is unreachable.
@@ -67,7 +69,7 @@ class Settings(BaseSettings):
         max_streams_per_tenant: Streams of one tenant at once.
         stream_buffer_bytes: What may wait for one reader.
         slow_reader_s: How long that may stay full.
-        fallback_after_s: How long a version may take to load before the base answers, where it may.
+        fallback_after_s: How long a version may take to load before something else answers, where that may.
         listen_callers: Address for tenants; port 0 takes any.
         advertise: Address by which tenants reach this node, for those who choose among nodes; absent: `listen_callers`.
         listen_operators: Address for operators.
@@ -121,6 +123,8 @@ class Settings(BaseSettings):
     cache_folder: Path = Path("/var/lib/veneer/cache")
     host_cache_bytes: Annotated[int, Field(ge=0)] = 0
     max_fetches: Annotated[int, Field(ge=1, le=256)] = 8
+    prefetch_bytes_per_s: Annotated[int, Field(ge=0)] = 128 * _MIB
+    max_load_failures: Annotated[int, Field(ge=1, le=1000)] = 3
     load_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     resolve_age_s: Annotated[float, Field(ge=0, le=5)] = 2.0
     t_stale_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0

@@ -20,7 +20,17 @@ from dataplane.folding import image_pairs
 from dataplane.lora.coding import ITEM_BYTES
 from dataplane.lora.host_cache import HostCache
 from dataplane.lora.image import ALIGN_BYTES, Image, ImageError, LossyAdapterError, build_image, check_loss, write_image
-from dataplane.transfer import CorruptVersionError, Files, Source, Transfer, TransferLimits, UnloadableVersionError, in_thread
+from dataplane.transfer import (
+    CorruptVersionError,
+    Files,
+    Pace,
+    Source,
+    Transfer,
+    TransferLimits,
+    UnloadableVersionError,
+    at_once,
+    in_thread,
+)
 from veneer.artifact import Artifact, ArtifactError, BaseDescription, BaseWeights, Limits, check
 from veneer.errors import UnavailableError, VeneerError
 
@@ -107,19 +117,25 @@ class AdapterStore:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)
 
-    async def fetch(self, version: str) -> Path:
+    async def fetch(self, version: str, *, pace: Pace = at_once) -> Path:
         """Brings the version's image into the cache, whole or not at all, and returns where it lies.
+
+        Cancelled, it ends at once while bytes come; an image that is being built is finished first.
+
+        Args:
+            version: The version.
+            pace: Told of bytes that came; more are read when it returns.
 
         Raises:
             CorruptVersionError: Its bytes were wrong twice; it was reported.
             UnloadableVersionError: It is for another base, or beyond what this node can load.
-            FailedPreconditionError: The control plane does not let it be served (any more).
+            WithdrawnVersionError: The control plane does not let it be served (any more).
             HostCacheFullError: Images in use leave no room.
             UnavailableError: Control plane or store cannot be reached.
         """
         async with self._fetches:
             try:
-                with await self._read_twice(version) as files:
+                with await self._read_twice(version, pace) as files:
                     async with self._builds:
                         await self._build(version, files)
             except OSError as error:
@@ -129,13 +145,13 @@ class AdapterStore:
                 raise UnavailableError("the node cannot keep the version now", retry_after_s=1.0) from error
         return self._cache.path(version)
 
-    async def _read_twice(self, version: str) -> Files:
+    async def _read_twice(self, version: str, pace: Pace) -> Files:
         try:
-            return await self._transfer.read(version, by_url=True)
+            return await self._transfer.read(version, by_url=True, pace=pace)
         except CorruptVersionError:
             self._count_corrupt(version, is_last=False)
         try:
-            return await self._transfer.read(version, by_url=False)
+            return await self._transfer.read(version, by_url=False, pace=pace)
         except CorruptVersionError:
             self._count_corrupt(version, is_last=True)
             try:

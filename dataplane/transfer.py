@@ -8,7 +8,7 @@ import io
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -29,9 +29,20 @@ _IN_MEMORY_BYTES = 16 << 20
 _WINDOW_BYTES = 4 << 20
 """So much is gathered before it is digested and kept, on another thread."""
 
+Pace = Callable[[int], Awaitable[None]]
+"""Told of bytes that came; more are read when it returns."""
+
+
+async def at_once(num_bytes: int) -> None:
+    """The pace of who waits for nothing."""
+
 
 class CorruptVersionError(FailedPreconditionError):
     """A version's bytes do not have its digest."""
+
+
+class WithdrawnVersionError(FailedPreconditionError):
+    """The control plane does not let a version be served (any more): nothing may take its place."""
 
 
 class UnloadableVersionError(FailedPreconditionError):
@@ -111,17 +122,18 @@ class Transfer:
         self._limits = limits
         self._observe = observe
 
-    async def read(self, version: str, *, by_url: bool) -> Files:
+    async def read(self, version: str, *, by_url: bool, pace: Pace = at_once) -> Files:
         """Reads both files of a version, at the same time.
 
         Args:
             version: The version.
             by_url: Reads from the object store where there is a signed address, and through the control plane where that fails.
+            pace: Told of bytes that came.
 
         Raises:
             CorruptVersionError: Its bytes are wrong.
             UnloadableVersionError: It is for another base, or too large.
-            FailedPreconditionError: The control plane does not let it be served (any more).
+            WithdrawnVersionError: The control plane does not let it be served (any more).
             UnavailableError: Control plane or store cannot be reached.
             OSError: The bytes cannot be kept.
         """
@@ -130,7 +142,9 @@ class Transfer:
         granted_s = time.monotonic()
         with ExitStack() as stack:
             files = {blob.name: stack.enter_context(await self._buffer(blob)) for blob in grant.blobs}
-            await _all(partial(self._read_file, version, grant, blob, files[blob.name], by_url=by_url) for blob in grant.blobs)
+            await _all(
+                partial(self._read_file, version, grant, blob, files[blob.name], by_url=by_url, pace=pace) for blob in grant.blobs
+            )
             with files[_CONFIG] as file:
                 file.seek(0)
                 config = file.read()
@@ -142,8 +156,8 @@ class Transfer:
     async def _grant(self, version: str) -> Grant:
         try:
             grant = await self._source.grant_blobs(version)
-        except NotFoundError as error:
-            raise FailedPreconditionError("the version cannot be served any more") from error
+        except (NotFoundError, FailedPreconditionError) as error:
+            raise WithdrawnVersionError("the version cannot be served any more") from error
         if grant.base_digest != self._base_digest:
             raise UnloadableVersionError("the version is for another base than this node serves")
         digests = {blob.name: blob.digest for blob in grant.blobs}
@@ -165,7 +179,7 @@ class Transfer:
             return io.BytesIO()
         return cast("BinaryIO", await in_thread(partial(tempfile.TemporaryFile, dir=self._folder)))
 
-    async def _read_file(self, version: str, grant: Grant, blob: Blob, file: BinaryIO, *, by_url: bool) -> None:
+    async def _read_file(self, version: str, grant: Grant, blob: Blob, file: BinaryIO, *, by_url: bool, pace: Pace) -> None:
         digest = hashlib.sha256()
         size_bytes = kept_bytes = 0
         parts: list[bytes] = []
@@ -193,6 +207,7 @@ class Transfer:
                         if size_bytes - kept_bytes >= _WINDOW_BYTES:
                             await in_thread(keep)
                             kept_bytes = size_bytes
+                        await pace(len(data))
                 break
             except (UnavailableError, PermissionDeniedError) as error:
                 if attempt == self._limits.max_resumes:

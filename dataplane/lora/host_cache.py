@@ -73,6 +73,11 @@ class HostCache:
                 path.unlink()
         self._delete(self._make_room(0) or [])
 
+    def __contains__(self, version: str) -> bool:
+        """Whether there is an image file of a version; asking is no use of it."""
+        with self._lock:
+            return version in self._files
+
     def path(self, version: str) -> Path:
         """Returns where a version's image lies or would lie.
 

@@ -40,25 +40,32 @@ def make_state(*holdings: Holding, **changes: Any) -> State:
     return State(holdings=holdings, **(counters | changes))
 
 
-def caller(*, tenant: str = "acme", fallback_allowed: bool = True, expire_unix_s: float | None = None) -> Caller:
+def caller(*, tenant: str = "acme", fallback_allowed: bool = True, expire_unix_s: float | None = None, **more: Any) -> Caller:
     """A caller as the control plane tells of it."""
-    return Caller(tenant, "key-1", fallback_allowed, 1, b"s" * 32, expire_unix_s)
+    return Caller(tenant, "key-1", fallback_allowed, 1, b"s" * 32, expire_unix_s, **more)
 
 
 def resolution(
-    *weights: int, state: str = "READY", generation: int = 1, alias: str = "stable", invocation: tuple[int, ...] = ()
+    *weights: int,
+    state: str = "READY",
+    generation: int = 1,
+    alias: str = "stable",
+    invocation: tuple[int, ...] = (),
+    previous: Arm | None = None,
 ) -> Resolution:
     """A resolution with an arm for each weight; none is the base."""
     versions = (VERSION, OTHER, "d" * 64, "e" * 64)
-    arms = tuple(Arm(versions[place], place + 1, weight, 8, 1000, state, invocation) for place, weight in enumerate(weights))
+    arms = tuple(
+        Arm(versions[place], place + 1, weight, 8, 1000, state, invocation, previous) for place, weight in enumerate(weights)
+    )
     if not arms:
         return Resolution("", "", "", 0, (), b"")
     return Resolution("acme", "bot", alias, generation, arms, b"salt" if len(arms) > 1 else b"")
 
 
-def answer(outcome: Resolution | Refusal, *, fallback_allowed: bool = True) -> Answer:
+def answer(outcome: Resolution | Refusal, *, fallback_allowed: bool = True, **more: Any) -> Answer:
     """An answer for the usual caller."""
-    return Answer(caller(fallback_allowed=fallback_allowed), outcome)
+    return Answer(caller(fallback_allowed=fallback_allowed, **more), outcome)
 
 
 def delta(*ids: int, index: int = 0, finish: FinishReason | None = None) -> Delta:

@@ -9,10 +9,10 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from dataplane.binding import Served
+from dataplane.claims import Claim
 from dataplane.frontend.prompts import Prompts, TokenPrompt
 from dataplane.generation import GenerationRequest, Generator, Part, StreamLimits
 from dataplane.metrics import Metrics
-from dataplane.prefetcher import Claim
 from dataplane.resolution import Answer, Target
 from dataplane.resolve_cache import Key, ResolveCache
 from tests.dataplane.doubles import BASE, VERSION, ScriptedEngine, answer, delta, resolution
@@ -22,23 +22,41 @@ REQUEST = GenerationRequest(key_digest=b"k" * 32, target=Target("bot"), prompt=T
 
 
 class Loader:
-    """A prefetcher whose loads end when the test says."""
+    """A prefetcher whose loads end when the test says.
+
+    Attributes:
+        ready: Whether everything is loaded but what is `missing`: versions that never come, and why if that is known.
+        expected: Versions that traffic expects.
+        kept: Of each claim that was given back, whether its load should go on.
+    """
 
     def __init__(self) -> None:
         self.claims: list[Claim] = []
+        self.asked: list[tuple[str, str]] = []
+        self.expected: list[str] = []
+        self.kept: list[bool] = []
         self.held = 0
         self.ready = True
+        self.missing: dict[str, VeneerError | None] = {}
 
-    def ensure(self, version: str) -> Claim:
+    def ensure(self, version: str, tenant: str = "") -> Claim:
         self.held += 1
-        claim = Claim(self._let_go)
+        self.asked.append((version, tenant))
+        ready = self.ready and version not in self.missing
+        claim = Claim(self._let_go, level="host" if ready else "store")
         self.claims.append(claim)
-        if self.ready:
+        if ready:
             claim.loaded.set_result(None)
+        elif (error := self.missing.get(version)) is not None:
+            claim.fail(error)
         return claim
 
-    def _let_go(self) -> None:
+    def expect(self, version: str) -> None:
+        self.expected.append(version)
+
+    def _let_go(self, claim: Claim, is_expected: bool) -> None:
         self.held -= 1
+        self.kept.append(is_expected)
 
 
 class Stage:

@@ -15,7 +15,7 @@ import pytest
 from dataplane.catalog_client import CatalogClient, EnrollmentError, open_channel
 from dataplane.resolution import Arm, Refusal, Resolution, Target
 from dataplane.resolve_cache import Key
-from tests.dataplane.doubles import BASE, VERSION
+from tests.dataplane.doubles import BASE, OTHER, VERSION
 from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
 from veneer.errors import (
     FailedPreconditionError,
@@ -166,9 +166,14 @@ async def test_a_resolution_arrives_whole(client: CatalogClient, nodes: Nodes) -
     nodes.resolve.resolution.arms.add(
         digest=VERSION, number=3, weight=2, max_rank=8, size_bytes=9, state="READY", invocation_tokens=[5, 6]
     )
+    nodes.resolve.resolution.arms[0].previous.MergeFrom(nodes_pb2.ServableVersion(digest=OTHER, number=2, state="READY"))
+    nodes.resolve.caller.previous_allowed = True
+    nodes.resolve.caller.default_fallback = "PREVIOUS"
     found = await client.resolve(Key(b"k" * 32, Target("bot", "other")))
-    assert found.outcome == Resolution("other", "bot", "stable", 4, (Arm(VERSION, 3, 2, 8, 9, "READY", (5, 6)),), b"p")
+    before = Arm(OTHER, 2, 1, 0, 0, "READY")
+    assert found.outcome == Resolution("other", "bot", "stable", 4, (Arm(VERSION, 3, 2, 8, 9, "READY", (5, 6), before),), b"p")
     who = found.caller
+    assert (who.fallback_allowed, who.previous_allowed, who.default_fallback) == (True, True, "PREVIOUS")
     assert (who.tenant, who.weight, who.expire_unix_s, who.max_priority) == ("acme", 1, 77, 50)
     (request,) = nodes.requests
     assert (request.key_digest, request.base_digest, request.target.adapter) == (b"k" * 32, BASE, "bot")

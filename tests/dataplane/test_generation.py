@@ -134,7 +134,7 @@ async def test_a_prompt_that_does_not_invoke_its_adapter_is_answered_by_the_base
     assert served == Served("mine", BASE, fallback=FallbackReason.NOT_INVOKED)
     assert [(submit.version, submit.active_from) for submit in stage.engine.submits] == [(None, 0)]
     assert stage.loader.claims == [], "nothing is loaded for it"
-    assert stage.counter("veneer_fallbacks_total", reason="not_invoked") == 1
+    assert stage.counter("veneer_fallbacks_total", reason="not_invoked", by="base") == 1
     assert stage.holds_nothing()
 
 
@@ -162,7 +162,13 @@ async def test_a_load_that_fails_ends_the_request_or_lets_the_base_answer(stage:
     running = asyncio.create_task(stage.run(replace(REQUEST, fallback=mode)))
     await until(lambda: stage.loader.claims)
     stage.loader.claims[0].loaded.set_exception(UnavailableError("the store cannot be read"))
-    if mode is FallbackMode.NONE:
+    if mode is FallbackMode.FAIL:
+        with pytest.raises(UnavailableError, match="not loaded yet"):
+            await running
+        assert stage.engine.submits == []
+        assert stage.holds_nothing()
+        return
+    if mode in (FallbackMode.NONE, FallbackMode.PREVIOUS):  # there is no version before it
         with pytest.raises(UnavailableError, match="the store cannot be read"):
             await running
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -144,3 +145,20 @@ def test_prefix_counters_grow_over_a_restart_of_the_engine() -> None:
     value = registry.get_sample_value
     assert value("vllm:prefix_cache_queries_total", {"model_name": "smol"}) == 160
     assert value("vllm:prefix_cache_hits_total", {"model_name": "smol"}) == 65
+
+
+def test_a_request_that_finds_its_version_in_one_place_missed_it_in_all_before() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, base_name="smol")
+    metrics.show_engine(replace(STATE, device_hits=7, host_hits=3, store_loads=2), page_size=16, max_slots=40)
+    for name, level, count in (
+        ("hits", "device", 7), ("hits", "host", 3), ("hits", "store", 2), ("misses", "device", 5), ("misses", "host", 2)
+    ):  # fmt: skip
+        assert registry.get_sample_value(f"veneer_adapter_{name}", {"level": level}) == count
+
+
+def test_circuits_are_counted_by_state_and_go_back_to_none(metrics: Metrics, registry: CollectorRegistry) -> None:
+    for counts in ({"open": 2, "failing": 1}, {}):
+        metrics.show_circuits(Counter(counts))
+        for state in ("failing", "open", "half_open"):
+            assert registry.get_sample_value("veneer_adapter_circuits", {"state": state}) == counts.get(state, 0)

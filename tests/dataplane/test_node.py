@@ -85,6 +85,25 @@ async def test_a_store_that_is_away_costs_only_those_who_need_it(rig: Rig) -> No
     assert await rig.is_idle()
 
 
+async def test_an_alias_that_moves_brings_its_version_where_the_adapter_was_asked_for_lately(rig: Rig) -> None:
+    rig.plane.store_is_away = True
+    for _ in range(2):  # known by its alias, though its version was never loaded
+        with pytest.raises(grpc.aio.AioRpcError):
+            await rig.read(**BOT, fallback=generation_pb2.FALLBACK_MODE_FAIL)
+    await until(lambda: rig.node.prefetcher.num_loads == 0)
+    rig.plane.store_is_away = False
+    moved = nodes_pb2.Change(kind=nodes_pb2.CHANGE_KIND_ALIAS, tenant="acme", version=rig.plane.source.version)
+    moved.adapter = "other"
+    rig.plane.changes.append(moved)
+    await until(lambda: rig.node.feed._cursor == str(len(rig.plane.changes)))
+    assert rig.node.prefetcher.num_loads == 0
+    moved.adapter = "bot"
+    rig.plane.changes.append(moved)
+    await until(lambda: rig.plane.source.version in rig.node.cache)
+    served, _, _ = await rig.read(**BOT, fallback=generation_pb2.FALLBACK_MODE_FAIL)
+    assert (served.version, served.fallback) == (rig.plane.source.version, False)
+
+
 async def test_a_quarantined_version_is_refused_and_its_bytes_go(rig: Rig) -> None:
     await rig.read(**BOT)
     rig.plane.state = "QUARANTINED"

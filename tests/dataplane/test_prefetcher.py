@@ -1,4 +1,4 @@
-"""One load for each version, told to the engine once, failed to everybody who waits."""
+"""What requests, the engine, traffic and hints ask for is told to the engine once, failed to everybody who waits, and counted."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from dataplane.engine.messages import Unloaded
+from dataplane.loads import LoadLimits
 from dataplane.lora.host_cache import HostCache
+from dataplane.metrics import Metrics
 from dataplane.prefetcher import Prefetcher
+from dataplane.transfer import Pace
 from dataplane.unloads import Unloads
 from tests.dataplane.doubles import OTHER, VERSION, ScriptedEngine, make_metrics, until
 from veneer.errors import FailedPreconditionError, NotFoundError, UnavailableError, VeneerError
@@ -29,9 +33,10 @@ class Fetches:
         self.errors: list[Exception] = []
         self.on_stored: Callable[[], object] = lambda: None
 
-    async def fetch(self, version: str) -> Path:
+    async def fetch(self, version: str, *, pace: Pace) -> Path:
         self.started.append(version)
         await self.open.wait()
+        await pace(100)
         if self.errors:
             raise self.errors.pop(0)
         path = self._cache.path(version)
@@ -49,16 +54,16 @@ class Rig:
         self.store = Fetches(self.cache)
         self.engine = ScriptedEngine()
         self.refused: dict[str, VeneerError] = {}
+        self.registry = CollectorRegistry()
         self.unloads = Unloads(make_metrics())
         self.prefetcher = Prefetcher(
             store=self.store,
             cache=self.cache,
             engine=self.engine,
             may_serve=self.may_serve,
-            metrics=make_metrics(),
+            metrics=Metrics(self.registry, base_name="tiny"),
             unloads=self.unloads,
-            load_timeout_s=0.5,
-            max_hints=2,
+            limits=LoadLimits(load_timeout_s=0.5, max_ahead=2, max_failures=2),
         )
         self.asked: list[str] = []
         self.was_asked = asyncio.Event()
@@ -69,6 +74,10 @@ class Rig:
         if version in self.refused:
             raise self.refused[version]
         return None
+
+    def ahead(self, outcome: str, source: str = "hinted") -> float:
+        labels = {"source": source, "outcome": outcome}
+        return self.registry.get_sample_value("veneer_adapter_prefetch_total", labels) or 0.0
 
     def staged(self, version: str) -> tuple[str, ...]:
         return ("stage", version, str(self.cache.path(version)))
@@ -82,6 +91,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     background.cancel()
     await asyncio.gather(background, return_exceptions=True)
     await made.prefetcher.close()
+    assert made.prefetcher.num_loads == 0
 
 
 async def test_requests_for_one_version_share_one_load(rig: Rig) -> None:
@@ -156,6 +166,7 @@ async def test_a_load_that_fails_for_good_tells_everybody_and_is_forgotten(
         assert caught.value.status == status
     assert rig.engine.calls == [("fail", VERSION, status)]
     rig.store.errors = []
+    rig.prefetcher.recheck(VERSION)
     await rig.prefetcher.ensure(VERSION).loaded
 
 
@@ -197,10 +208,9 @@ async def test_hints_beyond_what_may_wait_are_dropped(rig: Rig) -> None:
     rig.store.open.clear()
     for number in range(50):
         rig.prefetcher.hint(f"{number:064x}")
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert len(rig.store.started) == 1
-    assert rig.prefetcher._hints.qsize() <= 2
+    await until(lambda: rig.store.started)
+    assert rig.prefetcher.num_loads == 2
+    assert (rig.ahead("started"), rig.ahead("dropped")) == (2, 48)
     rig.store.open.set()
 
 
@@ -208,19 +218,86 @@ async def test_hints_never_make_others_leave(rig: Rig) -> None:
     rig.cache.path(OTHER).write_bytes(b"i" * 950)
     rig.cache.add(OTHER, size_bytes=950)
     rig.prefetcher.hint(VERSION)
-    await until(lambda: not rig.prefetcher._hints.qsize())
+    assert rig.ahead("no_room") == 1
     rig.cache.remove(OTHER)
     rig.prefetcher.hint(THIRD)
-    await until(lambda: THIRD in rig.cache.versions())
+    await until(lambda: THIRD in rig.cache)
     assert rig.store.started == [THIRD]
+
+
+async def test_what_came_ahead_was_of_use_late_or_in_vain(rig: Rig) -> None:
+    rig.prefetcher.hint(VERSION)
+    rig.prefetcher.expect(OTHER)
+    await until(lambda: rig.prefetcher.num_loads == 0)
+    for _ in range(2):
+        rig.prefetcher.ensure(VERSION).release()
+    assert (rig.ahead("used"), rig.ahead("late"), rig.ahead("wasted")) == (1, 0, 0)
+    rig.prefetcher.evicted((VERSION, OTHER))
+    assert (rig.ahead("wasted"), rig.ahead("wasted", "expected")) == (0, 1)
+
+    rig.store.open.clear()
+    rig.prefetcher.hint(THIRD)
+    claim = rig.prefetcher.ensure(THIRD)
+    rig.store.open.set()
+    await claim.loaded
+    assert (rig.ahead("late"), rig.ahead("used")) == (1, 1)
+
+
+async def test_what_is_held_already_is_not_brought_ahead(rig: Rig) -> None:
+    await rig.prefetcher.ensure(VERSION).loaded
+    rig.prefetcher.hint(VERSION)
+    rig.prefetcher.moved(OTHER, "device", seconds=0.1)
+    rig.prefetcher.expect(OTHER)
+    assert (rig.ahead("held"), rig.ahead("held", "expected"), rig.prefetcher.num_loads) == (1, 1, 0)
+
+
+async def test_a_claim_says_where_the_version_was(rig: Rig) -> None:
+    first = rig.prefetcher.ensure(VERSION)
+    await first.loaded
+    second = rig.prefetcher.ensure(VERSION)
+    rig.prefetcher.moved(VERSION, "device", seconds=0.1)
+    assert [claim.level for claim in (first, second, rig.prefetcher.ensure(VERSION))] == ["store", "host", "device"]
+
+
+async def test_requests_for_what_fails_again_and_again_are_answered_without_a_load(rig: Rig) -> None:
+    rig.store.errors = [FailedPreconditionError("corrupt")]
+    with pytest.raises(FailedPreconditionError):
+        await rig.prefetcher.ensure(VERSION).loaded
+    for _ in range(5):
+        claim = rig.prefetcher.ensure(VERSION)
+        assert isinstance(claim.loaded.exception(), FailedPreconditionError)
+        claim.release()
+    rig.prefetcher.want(VERSION)
+    assert rig.engine.calls == [("fail", VERSION, "FAILED_PRECONDITION")] * 2
+    rig.prefetcher.hint(VERSION)
+    assert (rig.ahead("broken"), rig.store.started) == (1, [VERSION])
+    await rig.prefetcher.ensure(OTHER).loaded
+
+
+async def test_a_change_of_the_catalogue_lets_it_be_tried_again(rig: Rig) -> None:
+    rig.store.errors = [FailedPreconditionError("corrupt")]
+    with pytest.raises(FailedPreconditionError):
+        await rig.prefetcher.ensure(VERSION).loaded
+    rig.prefetcher.recheck(VERSION)
+    await rig.prefetcher.ensure(VERSION).loaded
+
+
+async def test_an_image_that_is_lost_after_it_was_there_is_told_to_who_holds_a_claim(rig: Rig) -> None:
+    claim = rig.prefetcher.ensure(VERSION)
+    await claim.loaded
+    rig.prefetcher.moved(VERSION, "corrupt", seconds=0)
+    await until(lambda: rig.prefetcher.num_loads == 0)
+    assert claim.lost is None
+    rig.prefetcher.moved(VERSION, "corrupt", seconds=0)
+    assert isinstance(claim.lost, FailedPreconditionError)
 
 
 async def test_a_hint_for_what_does_not_exist_costs_one_question(rig: Rig) -> None:
     rig.store.errors = [FailedPreconditionError("the version cannot be served any more")]
     rig.prefetcher.hint(VERSION)
     rig.prefetcher.hint(OTHER)
-    await until(lambda: OTHER in rig.cache.versions())
-    assert rig.store.started == [VERSION, OTHER]
+    await until(lambda: OTHER in rig.cache)
+    assert sorted(rig.store.started) == [VERSION, OTHER]
 
 
 @pytest.mark.parametrize("error", [NotFoundError("gone"), FailedPreconditionError("quarantined")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -230,3 +231,24 @@ async def test_the_least_recently_used_answer_goes_first(plane: Plane) -> None:
     assert plane.num_asked == 4
     await plane.cache.resolve(keys[1])
     assert plane.num_asked == 5
+
+
+async def test_an_adapter_was_asked_for_lately_by_those_who_may_use_it(plane: Plane) -> None:
+    assert not plane.cache.was_asked_lately("acme", "bot")
+    plane.says = answer(Refusal.NOT_FOUND)
+    await plane.cache.resolve(KEY)
+    assert not plane.cache.was_asked_lately("acme", "bot")
+    plane.says = answer(resolution(1))
+    plane.now_s += 2
+    await plane.cache.resolve(KEY)
+    assert plane.cache.was_asked_lately("acme", "bot")
+    assert not plane.cache.was_asked_lately("other", "bot")
+    plane.now_s += 600
+    assert not plane.cache.was_asked_lately("acme", "bot")
+
+
+async def test_only_so_many_adapters_are_remembered(plane: Plane) -> None:
+    for number in range(4):
+        plane.says = answer(replace(resolution(1), adapter=f"bot-{number}"))
+        await plane.cache.resolve(Key(b"k" * 32, Target(f"bot-{number}")))
+    assert [plane.cache.was_asked_lately("acme", f"bot-{number}") for number in range(4)] == [False, True, True, True]

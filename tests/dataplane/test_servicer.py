@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -130,9 +131,29 @@ async def test_the_stream_is_served_message_chunks_and_finish(stub: Any) -> None
 @pytest.mark.parametrize("reason", list(FallbackReason))
 async def test_a_fallback_says_so_and_names_no_adapter(stub: Any, script: Script, reason: FallbackReason) -> None:
     script.parts[0] = Part(Served("mine", BASE, fallback=reason), Piece(0, (70,), "he", None))
-    first, _ = await read(stub.Generate(TEXT, metadata=KEY))
+    call = stub.Generate(TEXT, metadata=KEY)
+    first, _ = await read(call)
+    assert dict(await call.trailing_metadata())["veneer-fallback"] == reason.value
     said = generation_pb2.FallbackReason.Value(f"FALLBACK_REASON_{reason.name}")
     assert first.served == generation_pb2.Served(request_id="mine", base_digest=BASE, fallback=True, fallback_reason=said)
+
+
+async def test_an_earlier_version_in_a_later_ones_place_says_so_and_names_itself(stub: Any, script: Script) -> None:
+    script.parts[0] = Part(replace(SERVED, fallback=FallbackReason.NOT_READY), Piece(0, (70,), "he", None))
+    call = stub.Generate(TEXT, metadata=KEY)
+    served = (await read(call))[0].served
+    assert (served.version, served.version_number, served.adapter) == (VERSION, 7, "bot")
+    assert (served.fallback, served.fallback_reason) == (True, generation_pb2.FALLBACK_REASON_NOT_READY)
+    assert dict(await call.trailing_metadata())["veneer-fallback"] == "not_ready"
+
+
+@pytest.mark.parametrize("mode", generation_pb2.FallbackMode.values())
+async def test_every_mode_reaches_the_generator(stub: Any, script: Script, mode: generation_pb2.FallbackMode.ValueType) -> None:
+    call = stub.Generate(generation_pb2.GenerateRequest(text="hello", fallback=mode), metadata=KEY)
+    await read(call)
+    name = generation_pb2.FallbackMode.Name(mode).removeprefix("FALLBACK_MODE_")
+    assert script.requests[0].fallback == (None if name == "UNSPECIFIED" else FallbackMode[name])
+    assert "veneer-fallback" not in dict(await call.trailing_metadata())
 
 
 async def test_nothing_at_all_is_on_the_wire_before_the_first_token(stub: Any, script: Script) -> None:
@@ -305,7 +326,7 @@ async def test_what_is_not_set_has_its_default(stub: Any, script: Script) -> Non
     first, second = script.requests
     assert (first.prompt, first.target) == (ChatPrompt((("user", "hi"),)), Target("bot", version=VERSION))
     assert (second.prompt, second.target, second.choice) == (TextPrompt("hello"), Target(), Choice())
-    assert (second.fallback, second.deadline_s) == (FallbackMode.NONE, None)
+    assert (second.fallback, second.deadline_s) == (None, None)
 
 
 async def test_a_message_without_new_tokens_has_no_chunk(stub: Any, script: Script) -> None:

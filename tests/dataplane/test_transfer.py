@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from dataplane import transfer as transfer_module
-from dataplane.transfer import CorruptVersionError, Transfer, TransferLimits, in_thread
+from dataplane.transfer import CorruptVersionError, Transfer, TransferLimits, WithdrawnVersionError, in_thread
 from tests.dataplane.doubles import FolderSource, until
 from tests.fixtures.adapters import make_adapter_folder
 from veneer.artifact import BaseDescription
-from veneer.errors import UnavailableError
+from veneer.errors import FailedPreconditionError, NotFoundError, UnavailableError, VeneerError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -57,6 +57,37 @@ async def test_one_wrong_file_ends_the_transfer_of_the_other(source: FolderSourc
     with pytest.raises(CorruptVersionError):
         await reading(source, tmp_path).read(source.version, by_url=True)
     assert source.num_running == 0
+
+
+async def test_whoever_sets_the_pace_hears_of_every_byte_and_holds_the_rest_back(source: FolderSource, tmp_path: Path) -> None:
+    heard: list[int] = []
+    go = asyncio.Event()
+
+    async def pace(num_bytes: int) -> None:
+        heard.append(num_bytes)
+        if sum(heard) > 2000:
+            await go.wait()
+
+    task = asyncio.create_task(reading(source, tmp_path).read(source.version, by_url=True, pace=pace))
+    await until(lambda: sum(heard) > 2000)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert sum(heard) < sum(map(len, source.files.values()))
+    go.set()
+    (await task).weights.close()
+    assert sum(heard) == sum(map(len, source.files.values()))
+
+
+@pytest.mark.parametrize("refusal", [NotFoundError("no such version"), FailedPreconditionError("the version is retired")])
+async def test_a_version_whose_bytes_may_not_be_read_is_one_that_may_not_be_served(
+    source: FolderSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: VeneerError
+) -> None:
+    async def refuse(version: str) -> object:
+        raise refusal
+
+    monkeypatch.setattr(source, "grant_blobs", refuse)
+    with pytest.raises(WithdrawnVersionError, match="cannot be served any more"):
+        await reading(source, tmp_path).read(source.version, by_url=True)
 
 
 async def test_work_on_a_thread_has_ended_when_its_caller_was_cancelled() -> None:

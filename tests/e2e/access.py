@@ -107,6 +107,7 @@ TABLE = {
             *(PD, PD, PD, PD, OK),
         ),
         "SetTenantLimits": Row(lambda s: tenants_pb2.SetTenantLimitsRequest(tenant="strict"), PD, PD, PD, PD, OK),
+        "SetFallback": Row(lambda s: tenants_pb2.SetFallbackRequest(tenant="acme"), OK, PD, NF, PD, OK),
         "ListTenants": Row(lambda s: tenants_pb2.ListTenantsRequest(), PD, PD, PD, PD, OK),
         "CreateKey": Row(
             lambda s: tenants_pb2.CreateKeyRequest(tenant="acme", roles=[tenants_pb2.ROLE_CALLER]), OK, PD, NF, PD, OK

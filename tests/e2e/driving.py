@@ -197,6 +197,11 @@ def blobs_of(stack: LocalStack, version: str) -> Path:
     return stack.folder / "store" / version[:2] / version
 
 
+def weights_of(stack: LocalStack, version: str) -> Path:
+    """Where the store keeps a version's weights."""
+    return max(filter(Path.is_file, blobs_of(stack, version).rglob("*")), key=lambda path: path.stat().st_size)
+
+
 @contextlib.contextmanager
 def blobs_unreadable(stack: LocalStack, version: str) -> Iterator[None]:
     """The store cannot read a version's files for a while: a link that leads to itself is in their place."""

@@ -1,27 +1,32 @@
-"""When the base answers in place of an adapter: the whole truth table over the wire, and a version whose bytes went bad."""
+"""What answers in place of a version: the whole truth table over the wire, and a version whose bytes went bad."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import Connect, Publish, Secrets
-from tests.e2e.driving import aside, blobs_of, blobs_unreadable, conserved, generate, until
+from tests.e2e.driving import aside, blobs_of, blobs_unreadable, conserved, generate, until, weights_of
 from tests.e2e.markers import ANY_MARKER
 from veneer.client import Client
-from veneer.controlplane.v1 import catalog_pb2
+from veneer.controlplane.v1 import catalog_pb2, tenants_pb2
 from veneer.dataplane.v1 import generation_pb2 as pb
 from veneer.errors import FailedPreconditionError, VeneerError
-from veneer.local.stack import LocalStack
+from veneer.local.stack import ALL_ROLES, LocalStack
 from veneer.operator_client import OperatorClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("without_hints")]
 
 NONE, NOT_READY, ANY = pb.FALLBACK_MODE_NONE, pb.FALLBACK_MODE_NOT_READY, pb.FALLBACK_MODE_ANY
+PREVIOUS, FAIL = pb.FALLBACK_MODE_PREVIOUS, pb.FALLBACK_MODE_FAIL
 _NOWHERE = "0" * 64
 
-# What each reference gives: NONE, NOT_READY, ANY. A lower-case word is the reason with which the base answers.
+# What each reference gives: NONE, NOT_READY, ANY. A lower-case word is the reason with which the base answers. PREVIOUS and FAIL
+# give what NONE gives, but for a version that has another before it, or that is only not loaded yet; see below.
 TABLE = {
     "unknown name": ("NOT_FOUND", "NOT_FOUND", "not_found"),
     "unknown alias": ("NOT_FOUND", "NOT_FOUND", "not_found"),
@@ -46,26 +51,38 @@ class Outcome:
     text: str
 
 
-async def outcome(client: Client, mode: pb.FallbackMode.ValueType, **reference: str) -> Outcome:
+async def outcome(client: Client, mode: pb.FallbackMode.ValueType, **reference: Any) -> Outcome:
     try:
         answer = await generate(client, fallback=mode, max_tokens=4, request_id="same", **reference)
     except VeneerError as error:
         return Outcome(error.status, error.message)
     served = answer.served
     assert served is not None
-    assert (served.fallback, served.version, served.adapter, served.owner) == (True, "", "", "")
+    if served.version:
+        return Outcome("before" if served.fallback else "itself", served.version)
+    assert served.fallback
+    assert (served.version, served.adapter, served.owner) == ("", "", "")
     assert not ANY_MARKER.search(answer.text)
     reason = pb.FallbackReason.Name(served.fallback_reason).removeprefix("FALLBACK_REASON_").lower()
     return Outcome(reason, served.SerializeToString(deterministic=True).hex())
 
 
 async def test_the_base_answers_exactly_where_request_and_tenant_allow_it(
-    stack: LocalStack, acme: Client, rival: Client, connect: Connect, secrets: Secrets, publish: Publish
+    stack: LocalStack,
+    acme: Client,
+    rival: Client,
+    operator: OperatorClient,
+    *,
+    connect: Connect,
+    secrets: Secrets,
+    publish: Publish,
 ) -> None:
     strict = connect(secrets.strict)
+    await operator.create_tenant("exact", fallback=tenants_pb2.FALLBACK_POLICY_EXACT)
+    exact = connect((await operator.create_key(tenant="exact", roles=ALL_ROLES)).secret)
     foreign = (await publish(acme, "A", adapter="theirs")).version.digest
     found: dict[str, list[Outcome]] = {}
-    for client in (rival, strict):
+    for client in (rival, strict, exact):
         retired = (await publish(client, "B", adapter="mine")).version.digest
         await publish(client, "C", adapter="mine", alias="stable")
         await client.retire("mine", retired)
@@ -89,10 +106,13 @@ async def test_the_base_answers_exactly_where_request_and_tenant_allow_it(
         }
         assert references.keys() == TABLE.keys()
         for name, (who, reference) in references.items():
-            found[name] = [await outcome(who, mode, **reference) for mode in (NONE, NOT_READY, ANY)]
+            found[name] = [await outcome(who, mode, **reference) for mode in (NONE, NOT_READY, ANY, PREVIOUS)]
+            if name != "lost":  # it is only not loaded, until it was tried
+                found[name].append(await outcome(who, FAIL, **reference))
         allowed = client is rival
         expected = {name: words if allowed else (words[0],) * 3 for name, words in TABLE.items()}
-        assert {name: tuple(one.word for one in outcomes) for name, outcomes in found.items()} == expected
+        assert {name: tuple(one.word for one in outcomes[:3]) for name, outcomes in found.items()} == expected
+        assert {one.word for name, outcomes in found.items() for one in outcomes[3:] if one.word != TABLE[name][0]} == set()
         for name, outcomes in found.items():
             if name.startswith(("unknown", "foreign")):
                 assert outcomes == found["unknown name"], name
@@ -104,9 +124,98 @@ async def test_a_version_that_loads_slowly_is_answered_by_the_base_only_if_allow
     version = (await publish(rival, "E")).version
     async with conserved(operator):
         with blobs_unreadable(stack, version.digest):
+            assert (await outcome(rival, FAIL, adapter=version.adapter)).word == "UNAVAILABLE"
             for mode in (NOT_READY, ANY):
                 assert (await outcome(rival, mode, adapter=version.adapter)).word == "not_ready"
         assert (await generate(rival, version.adapter)).text == "E" * 8
+
+
+async def test_the_version_before_answers_where_request_and_tenant_allow_it(
+    stack: LocalStack, rival: Client, operator: OperatorClient, connect: Connect, secrets: Secrets, publish: Publish
+) -> None:
+    strict = connect(secrets.strict)
+    for client, tenant in ((rival, "rival"), (strict, "strict")):
+        name = f"moved-{tenant}"
+        one = (await publish(client, "I", adapter=name, alias="stable")).version.digest
+        two = (await publish(client, "J", adapter=name, alias="stable")).version.digest
+        with blobs_unreadable(stack, two):
+            await until(lambda: _gives(client, Outcome("before", one), {"adapter": name}))  # noqa: B023
+            answer = await generate(client, name, fallback=PREVIOUS)
+            assert answer.text == "I" * 8
+            assert answer.served is not None
+            assert (answer.served.version_number, answer.served.alias, answer.served.generation) == (1, "stable", 2)
+            assert answer.served.fallback_reason == pb.FALLBACK_REASON_NOT_READY
+            # A version that was named is that version.
+            assert (await outcome(client, FAIL, adapter=name, version=two)).word == "UNAVAILABLE"
+
+            async with as_default(operator, tenant, tenants_pb2.DEFAULT_FALLBACK_PREVIOUS):
+                await until(lambda: _answers(client, name, Outcome("before", one)))  # noqa: B023
+            async with as_default(operator, tenant, tenants_pb2.DEFAULT_FALLBACK_FAIL):
+                await until(lambda: _fails_at_once(client, name))  # noqa: B023
+
+            await client.retire(name, one)
+            await until(lambda: _answers(client, name, None, PREVIOUS))  # noqa: B023
+
+
+async def test_an_earlier_version_is_granted_with_its_adapter_and_gone_with_it(
+    stack: LocalStack, acme: Client, rival: Client, publish: Publish
+) -> None:
+    one = (await publish(acme, "K", adapter="lent", alias="stable")).version.digest
+    two = (await publish(acme, "L", adapter="lent", alias="stable")).version.digest
+    theirs = {"adapter": "lent", "owner": "acme"}
+    with blobs_unreadable(stack, two):
+        assert (await outcome(rival, PREVIOUS, **theirs)).word == "NOT_FOUND"
+        await acme.create_grant("lent", "rival")
+        await until(lambda: _gives(rival, Outcome("before", one), theirs))
+        await acme.revoke_grant("lent", "rival")
+        nothing = Outcome("NOT_FOUND", "no such adapter, alias or version")
+        await until(lambda: _gives(rival, nothing, theirs))
+
+
+async def test_nothing_takes_the_place_of_a_version_that_is_quarantined(
+    stack: LocalStack, acme: Client, publish: Publish
+) -> None:
+    await publish(acme, "A", adapter="spoilt", alias="stable")
+    bad = (await publish(acme, "B", adapter="spoilt", alias="stable")).version.digest
+    weights = weights_of(stack, bad)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    await outcome(acme, PREVIOUS, adapter="spoilt")  # finds it out
+    refused = Outcome("FAILED_PRECONDITION", "the version is quarantined")
+    for mode in (NONE, NOT_READY, ANY, PREVIOUS, FAIL):
+        await until(lambda: _gives(acme, refused, {"adapter": "spoilt"}, mode))  # noqa: B023
+
+
+@contextlib.asynccontextmanager
+async def as_default(
+    operator: OperatorClient, tenant: str, default: tenants_pb2.DefaultFallback.ValueType
+) -> AsyncIterator[None]:
+    """What the tenant's requests ask for that do not say."""
+    policies = {"rival": tenants_pb2.FALLBACK_POLICY_ALLOWED, "strict": tenants_pb2.FALLBACK_POLICY_FORBIDDEN}
+    await operator.set_fallback(policies[tenant], default=default, tenant=tenant)
+    yield
+    await operator.set_fallback(policies[tenant], tenant=tenant)
+
+
+async def _gives(
+    client: Client, expected: Outcome, reference: dict[str, str], mode: pb.FallbackMode.ValueType = PREVIOUS
+) -> bool:
+    return await outcome(client, mode, **reference) == expected
+
+
+async def _answers(
+    client: Client,
+    adapter: str,
+    expected: Outcome | None,
+    mode: pb.FallbackMode.ValueType = pb.FALLBACK_MODE_UNSPECIFIED,
+) -> bool:
+    """Whether what comes is what is expected; None: no answer at all, in a second."""
+    found = await outcome(client, mode, adapter=adapter, timeout_s=1.0 if expected is None else 60.0)
+    return found.word in ("DEADLINE_EXCEEDED", "UNAVAILABLE") if expected is None else found == expected
+
+
+async def _fails_at_once(client: Client, adapter: str) -> bool:
+    found = await outcome(client, pb.FALLBACK_MODE_UNSPECIFIED, adapter=adapter)
+    return found.word == "UNAVAILABLE"
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "longer"])
@@ -115,7 +224,7 @@ async def test_a_version_whose_bytes_went_bad_is_never_served_and_quarantined(
 ) -> None:
     bad = (await publish(acme, "F", adapter=f"bad-{damage}")).version
     good = (await publish(acme, "G", adapter=f"good-{damage}")).version
-    weights = max(blobs_of(stack, bad.digest).iterdir(), key=lambda path: path.stat().st_size)
+    weights = weights_of(stack, bad.digest)
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes({"flipped": bytes(data), "cut": weights.read_bytes()[:-1], "longer": bytes(data) + b"x"}[damage])

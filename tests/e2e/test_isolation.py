@@ -226,6 +226,7 @@ def _pairs(scene: Scene) -> list[Pair]:
         both(catalog, "DeleteAdapter", c.DeleteAdapterRequest, {"adapter": "tone", "force": True}, {"adapter": "none"}),
         both(tenant, "CreateGrant", t.CreateGrantRequest, {"adapter": "tone", "grantee": "strict"}, {"adapter": "none"}),
         both(tenant, "RevokeGrant", t.RevokeGrantRequest, {"adapter": "tone", "grantee": "strict"}, {"adapter": "none"}),
+        both(tenant, "SetFallback", t.SetFallbackRequest, {"tenant": "acme"}, {"tenant": "nobody"}),
         both(tenant, "CreateKey", t.CreateKeyRequest, {"tenant": "acme", "roles": role}, {"tenant": "nobody"}),
         both(tenant, "ListKeys", t.ListKeysRequest, {"tenant": "acme"}, {"tenant": "nobody"}),
         both(tenant, "RevokeKey", t.RevokeKeyRequest, {"tenant": "acme", "id": scene.key_id}, {"tenant": "nobody"}),

@@ -1,0 +1,45 @@
+"""Who waits for a version's image, and where it was found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal
+
+from veneer.errors import VeneerError
+
+Level = Literal["device", "host", "store"]
+
+
+class Claim:
+    """One request's interest in a version: its host image stays while the claim is held. Owned by the request.
+
+    Attributes:
+        level: Where the version was when the request came: on the `device`, in `host` memory, or in the `store` alone.
+        loaded: Done when the image (or a device copy) is there; its exception says why it cannot be had.
+        lost: Why the image cannot be had any more although it was there.
+    """
+
+    def __init__(self, release: Callable[[Claim, bool], None], *, level: Level = "store") -> None:
+        self.level = level
+        self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.loaded.add_done_callback(lambda future: future.cancelled() or future.exception())  # seen, though nobody may ask
+        self.lost: VeneerError | None = None
+        self._release: Callable[[Claim, bool], None] | None = release
+
+    def release(self, *, is_expected: bool = False) -> None:
+        """Gives the claim back. Idempotent.
+
+        Args:
+            is_expected: Whether the caller stopped waiting but will want the version again: its load goes on, less urgently.
+        """
+        if self._release is not None:
+            self._release(self, is_expected)
+            self._release = None
+
+    def fail(self, error: VeneerError) -> None:
+        """Notes that the image cannot be had."""
+        if self.loaded.done():
+            self.lost = error
+        else:
+            self.loaded.set_exception(error)

@@ -1,0 +1,346 @@
+"""Loads end when nobody waits, yield to those that are waited for, and harm no other version whatever happens to one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from dataplane.loads import LoadLimits
+from dataplane.lora.host_cache import HostCache
+from dataplane.metrics import Metrics
+from dataplane.prefetcher import Prefetcher
+from dataplane.transfer import Pace
+from dataplane.unloads import Unloads
+from tests.dataplane.doubles import OTHER, VERSION, ScriptedEngine, make_metrics, until
+from tests.dataplane.test_throttle import Clock
+from veneer.errors import FailedPreconditionError, UnavailableError, VeneerError
+
+
+class Store:
+    """A store whose versions come, hang, fail or drip as the test says.
+
+    Attributes:
+        behave: What each version does, called for each attempt; what is not here comes at once.
+        running: Attempts under way, by version.
+        num_begun: Attempts so far, by version.
+    """
+
+    def __init__(self, cache: HostCache) -> None:
+        self._cache = cache
+        self.behave: dict[str, Callable[[Pace], Any]] = {}
+        self.running: Counter[str] = Counter()
+        self.num_begun: Counter[str] = Counter()
+        self.max_running = 0
+
+    async def fetch(self, version: str, *, pace: Pace) -> Path:
+        self.num_begun[version] += 1
+        self.running[version] += 1
+        self.max_running = max(self.max_running, self.running.total())
+        assert self.running[version] == 1, "one load for each version at a time"
+        try:
+            if version in self.behave:
+                await self.behave[version](pace)
+            path = self._cache.path(version)
+            path.write_bytes(b"i" * 100)
+            self._cache.add(version, size_bytes=100)
+            return path
+        finally:
+            await asyncio.sleep(0)
+            self.running[version] -= 1
+
+
+async def hang(pace: Pace) -> None:
+    await asyncio.Event().wait()
+
+
+async def fail(pace: Pace) -> None:
+    raise UnavailableError("the store cannot be read")
+
+
+class Rig:
+    """A prefetcher over that store."""
+
+    def __init__(self, folder: Path, **limits: Any) -> None:
+        self.cache = HostCache(folder, max_bytes=1 << 20, dtype="float32")
+        self.store = Store(self.cache)
+        self.engine = ScriptedEngine()
+        self.registry = CollectorRegistry()
+        self.clock = Clock()
+        self.prefetcher = Prefetcher(
+            store=self.store,
+            cache=self.cache,
+            engine=self.engine,
+            may_serve=self._may_serve,
+            metrics=Metrics(self.registry, base_name="tiny"),
+            unloads=Unloads(make_metrics()),
+            limits=LoadLimits(**{"max_fetches": 2, "load_timeout_s": 30.0, "stall_s": 60.0, **limits}),
+            clock=self.clock,
+        )
+
+    async def _may_serve(self, version: str) -> object:
+        return None
+
+
+@asynccontextmanager
+async def rigged(folder: Path, **limits: Any) -> AsyncIterator[Rig]:
+    rig = Rig(folder, **limits)
+    try:
+        yield rig
+    finally:
+        await rig.prefetcher.close()
+        assert rig.store.running.total() == 0
+        assert rig.prefetcher.num_loads == 0
+
+
+def version(number: int) -> str:
+    return f"{number:064x}"
+
+
+async def test_a_load_that_nobody_waits_for_any_more_is_cancelled(tmp_path: Path) -> None:
+    async with rigged(tmp_path) as rig:
+        rig.store.behave[VERSION] = hang
+        claims = [rig.prefetcher.ensure(VERSION)]
+        await until(lambda: rig.store.running[VERSION])
+        claims[0].release()
+        assert rig.prefetcher.num_loads == 0
+        await until(lambda: not rig.store.running[VERSION])
+        assert rig.registry.get_sample_value("veneer_adapter_load_cancellations_total") == 1
+
+
+async def test_one_that_waits_in_line_is_cancelled_before_it_begins(tmp_path: Path) -> None:
+    async with rigged(tmp_path, max_fetches=1) as rig:
+        rig.store.behave[VERSION] = hang
+        first, second = rig.prefetcher.ensure(VERSION), rig.prefetcher.ensure(OTHER)
+        await until(lambda: rig.store.running[VERSION])
+        second.release()
+        first.release()
+        await until(lambda: not rig.store.running.total())
+        assert rig.store.num_begun == {VERSION: 1}
+
+
+async def test_it_goes_on_while_anybody_waits(tmp_path: Path) -> None:
+    async with rigged(tmp_path) as rig:
+        come = asyncio.Event()
+        rig.store.behave[VERSION] = lambda pace: come.wait()
+        leaves, stays = rig.prefetcher.ensure(VERSION), rig.prefetcher.ensure(VERSION)
+        await until(lambda: rig.store.running[VERSION])
+        leaves.release()
+        come.set()
+        await stays.loaded
+
+
+@pytest.mark.parametrize("why", ["asked for lately", "will ask again", "the engine waits"])
+async def test_it_goes_on_for_those_who_will_ask_and_for_the_engine(tmp_path: Path, why: str) -> None:
+    async with rigged(tmp_path) as rig:
+        come = asyncio.Event()
+        rig.store.behave[VERSION] = lambda pace: come.wait()
+        if why == "asked for lately":
+            rig.prefetcher.ensure(VERSION).release()
+        claim = rig.prefetcher.ensure(VERSION)
+        if why == "the engine waits":
+            rig.prefetcher.want(VERSION)
+        await until(lambda: rig.store.running[VERSION])
+        claim.release(is_expected=why == "will ask again")
+        assert rig.prefetcher.num_loads == 1
+        come.set()
+        await until(lambda: VERSION in rig.cache)
+        await until(lambda: rig.prefetcher.num_loads == 0)
+
+
+async def test_what_was_asked_for_long_ago_is_not_expected(tmp_path: Path) -> None:
+    async with rigged(tmp_path) as rig:
+        rig.prefetcher.ensure(VERSION).release()
+        rig.clock.now_s += 601
+        rig.store.behave[VERSION] = hang
+        rig.prefetcher.ensure(VERSION).release()
+        assert rig.prefetcher.num_loads == 0
+
+
+async def test_a_load_begun_anew_waits_for_the_end_of_the_cancelled_one(tmp_path: Path) -> None:
+    async with rigged(tmp_path) as rig:
+        rig.store.behave[VERSION] = hang
+        claim = rig.prefetcher.ensure(VERSION)
+        await until(lambda: rig.store.running[VERSION])
+        claim.release()
+        del rig.store.behave[VERSION]
+        await rig.prefetcher.ensure(VERSION).loaded
+        assert rig.store.num_begun[VERSION] == 2
+
+
+async def test_eight_broken_versions_cost_only_their_own_callers(tmp_path: Path) -> None:
+    """Two hang for ever, the others fail at once, again and again; a good one comes as if they were not there."""
+    async with rigged(tmp_path, max_fetches=2, stall_s=0.02, load_timeout_s=1e9) as rig:
+        for number in range(8):
+            rig.store.behave[version(number)] = hang if number < 2 else fail
+        broken = [rig.prefetcher.ensure(version(number), "broken") for number in range(8)]
+        await until(lambda: rig.store.running.total() >= 2)
+        for number in range(100, 110):
+            await asyncio.wait_for(rig.prefetcher.ensure(version(number), "good").loaded, 20)
+        assert not any(claim.loaded.done() for claim in broken)
+
+
+async def test_a_load_ahead_is_tried_once_and_a_waited_one_until_its_time_is_up(tmp_path: Path) -> None:
+    async with rigged(tmp_path, load_timeout_s=0.5) as rig:
+        rig.store.behave = {VERSION: fail, OTHER: fail}
+        rig.prefetcher.hint(VERSION)
+        await until(lambda: rig.prefetcher.num_loads == 0)
+        assert rig.store.num_begun[VERSION] == 1
+        claim = rig.prefetcher.ensure(OTHER)
+        await until(lambda: rig.store.num_begun[OTHER] >= 2)
+        rig.clock.now_s += 1
+        with pytest.raises(UnavailableError):
+            await claim.loaded
+
+
+async def test_a_probe_is_one_attempt_and_its_success_closes_the_circuit(tmp_path: Path) -> None:
+    async with rigged(tmp_path, max_failures=1, load_timeout_s=0.0) as rig:
+        rig.store.behave[VERSION] = fail
+        with pytest.raises(UnavailableError):
+            await rig.prefetcher.ensure(VERSION).loaded
+        refused = rig.prefetcher.ensure(VERSION).loaded.exception()
+        assert isinstance(refused, UnavailableError)
+        assert refused.retry_after_s == 1
+        assert rig.store.num_begun[VERSION] == 1
+
+        rig.clock.now_s += 1
+        probes = [rig.prefetcher.ensure(VERSION) for _ in range(5)]
+        for probe in probes:
+            with pytest.raises(UnavailableError):
+                await probe.loaded
+        assert rig.store.num_begun[VERSION] == 2
+        assert [circuit.failures for circuit in rig.prefetcher.circuits()] == [2]
+
+        rig.clock.now_s += 2
+        del rig.store.behave[VERSION]
+        await rig.prefetcher.ensure(VERSION).loaded
+        assert rig.prefetcher.circuits() == []
+
+
+async def drip(pace: Pace, *, pieces: int, size: int) -> None:
+    for _ in range(pieces):
+        await pace(size)
+
+
+async def test_loads_ahead_take_no_more_bytes_than_they_may_and_requests_all_they_need(tmp_path: Path) -> None:
+    """Forged hints for a hundred versions of 10 KB each; while the clock stands still the burst comes, and a piece in flight."""
+    rate = 20_000
+    async with rigged(tmp_path, prefetch_bytes_per_s=rate, max_ahead=100) as rig:
+        taken = 0
+
+        async def counted(pace: Pace) -> None:
+            nonlocal taken
+            for _ in range(10):
+                taken += 1000
+                await pace(1000)
+
+        for number in range(100):
+            rig.store.behave[version(number)] = counted
+            rig.prefetcher.hint(version(number))
+        await until(lambda: rig.store.running.total() and taken > rate)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert taken <= rate + 2 * 1000
+        rig.store.behave[OTHER] = lambda pace: drip(pace, pieces=50, size=10_000)
+        await asyncio.wait_for(rig.prefetcher.ensure(OTHER).loaded, 20)
+        assert rig.registry.get_sample_value("veneer_adapter_prefetch_bytes_total") == taken
+
+
+async def test_a_throttled_load_hurries_when_a_request_comes(tmp_path: Path) -> None:
+    async with rigged(tmp_path, prefetch_bytes_per_s=1) as rig:
+        rig.store.behave[VERSION] = lambda pace: drip(pace, pieces=20, size=10_000)
+        rig.prefetcher.hint(VERSION)
+        await until(lambda: rig.registry.get_sample_value("veneer_adapter_prefetch_bytes_total"))
+        await asyncio.wait_for(rig.prefetcher.ensure(VERSION).loaded, 20)
+
+
+async def test_a_request_behind_a_flood_of_another_tenant_goes_next(tmp_path: Path) -> None:
+    async with rigged(tmp_path, max_fetches=2) as rig:
+        rig.store.behave = {version(number): hang for number in range(20)}
+        flood = [rig.prefetcher.ensure(version(number), "flood") for number in range(20)]
+        await until(lambda: rig.store.running.total() == 2)
+        small = rig.prefetcher.ensure(OTHER, "small")
+        await asyncio.sleep(0)
+        flood[0].release()
+        await asyncio.wait_for(small.loaded, 20)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "leave", "leave and expect", "hint", "expect", "want", "come", "break", "mend", "turn"]),
+        st.integers(0, 3),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+@settings(max_examples=80, deadline=None)
+def test_whatever_order_things_happen_in_everybody_hears_and_nothing_is_left(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
+) -> None:
+    asyncio.run(races(tmp_path_factory.mktemp("races"), steps))
+
+
+async def races(folder: Path, steps: list[tuple[str, int]]) -> None:
+    async with rigged(folder, load_timeout_s=0.0, max_ahead=3) as rig:
+        gates = {version(number): asyncio.Event() for number in range(4)}
+        broken: set[str] = set()
+
+        def gated(name: str) -> Callable[[Pace], Any]:
+            async def act(pace: Pace) -> None:
+                await gates[name].wait()
+                await pace(100)
+                if name in broken:
+                    raise FailedPreconditionError("broken")
+
+            return act
+
+        rig.store.behave = {name: gated(name) for name in gates}
+        held: list[tuple[str, Any]] = []
+        for what, number in steps:
+            name = version(number)
+            match what:
+                case "ask":
+                    held.append((name, rig.prefetcher.ensure(name, f"tenant-{number % 2}")))
+                case "leave" | "leave and expect":
+                    mine = next((one for one in held if one[0] == name), None)
+                    if mine is not None:
+                        held.remove(mine)
+                        mine[1].release(is_expected=what == "leave and expect")
+                case "hint":
+                    rig.prefetcher.hint(name)
+                case "expect":
+                    rig.prefetcher.expect(name)
+                case "want":
+                    rig.prefetcher.want(name)
+                case "come":
+                    gates[name].set()
+                case "break":
+                    broken.add(name)
+                case "mend":
+                    broken.discard(name)
+                    rig.prefetcher.recheck(name)
+                case "turn":
+                    await asyncio.sleep(0)
+            assert rig.store.running.total() <= 2 + 1 + 4
+        for gate in gates.values():
+            gate.set()
+        for name, claim in held:
+            await asyncio.wait({claim.loaded}, timeout=20)
+            assert claim.loaded.done(), name
+            error = claim.loaded.exception()
+            assert error is None or isinstance(error, VeneerError)
+            assert (error is None) or name in broken or rig.prefetcher.circuits()
+            claim.release()
+        await until(lambda: rig.prefetcher.num_loads == 0)
+        assert not rig.prefetcher._claims
+        assert rig.cache._in_use == {}
