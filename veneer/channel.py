@@ -88,16 +88,22 @@ class ClientTls:
     key: Path | None = None
 
 
-def open_channel(address: str, *, tls: ClientTls | None) -> grpc.aio.Channel:
+def open_channel(address: str, *, tls: ClientTls | None, retries: bool = True) -> grpc.aio.Channel:
     """Opens a channel; it connects at its first call.
+
+    Args:
+        address: Where to, `host:port`.
+        tls: Transport security; None is plaintext.
+        retries: Whether gRPC repeats calls there; not where the caller has other places to try first.
 
     Raises:
         InvalidArgumentError: A TLS file cannot be read.
     """
+    options = (*_OPTIONS, ("grpc.enable_retries", int(retries)))
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=options)
     credentials = grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.certificate))
-    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 @contextmanager

@@ -9,21 +9,28 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 import grpc
 
-from veneer.channel import typed_errors
+from veneer.channel import ClientTls, typed_errors
 from veneer.connection import Connection, typed
-from veneer.controlplane.v1 import catalog_pb2, catalog_pb2_grpc, tenants_pb2
+from veneer.controlplane.v1 import catalog_pb2, catalog_pb2_grpc, placement_pb2, placement_pb2_grpc, tenants_pb2
 from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc
-from veneer.errors import InvalidArgumentError, UnavailableError, Violation
+from veneer.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, Violation
+from veneer.locations import Location, Locations
+from veneer.replicas import Replicas, read_addresses
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
+ADAPTER_KEY_HEADER = "x-veneer-adapter-key"
+"""Metadata that names the adapter of a request, for proxies that choose a data plane by a hash of it."""
+
 _PART_BYTES = 1 << 20
 _PUBLISH_ATTEMPTS = 4
+_GENERATE_ATTEMPTS = 3  # data planes that are tried
 _ANSWER_LOST = "Internal error from Core"
 """What grpc.aio puts in the answer's place when a write fails a moment before the answer is read. The upload is sent again under
 its request identifier, which gives the same answer."""
@@ -41,7 +48,25 @@ Event = generation_pb2.Served | generation_pb2.Echo | generation_pb2.Chunk | gen
 
 
 class Client(Connection):
-    """What a tenant's key can do; both addresses are those of the callers' listeners. Owned by one event loop."""
+    """What a tenant's key can do; all addresses are those of the callers' listeners. Owned by one event loop.
+
+    Of several data planes, a request goes to one that holds its adapter, as the control plane knows, and is well; to another one
+    where none is.
+    """
+
+    def __init__(
+        self, *, control: str = "", data: str = "", key: str = "", tls: ClientTls | None = None, timeout_s: float = 30.0
+    ) -> None:
+        """See `Connection`."""
+        addresses = read_addresses(data)
+        super().__init__(control=control, data=addresses[0] if addresses else "", key=key, tls=tls, timeout_s=timeout_s)
+        self._replicas = Replicas(addresses)
+        self._locations = Locations(self._locate if control else None)
+
+    async def close(self) -> None:
+        """See `Connection`."""
+        await self._locations.close()
+        await super().close()
 
     @property
     def _catalog(self) -> catalog_pb2_grpc.CatalogServiceAsyncStub:
@@ -86,6 +111,7 @@ class Client(Connection):
             VeneerError: As the service said.
             UnavailableError: The stream ended without a `Finish`: what came is not the whole answer.
         """
+        unfinished = max(1, sampling.n) if sampling is not None else 1
         request = generation_pb2.GenerateRequest(
             adapter=_adapter_ref(adapter, owner, alias=alias, version=version),
             sampling=sampling,
@@ -96,25 +122,73 @@ class Client(Connection):
             priority=priority,
         )
         _set_prompt(request, prompt)
-        stub: generation_pb2_grpc.GenerationServiceAsyncStub = generation_pb2_grpc.GenerationServiceStub(self._channel("data"))
-        call = stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        unfinished = max(1, sampling.n) if sampling is not None else 1
-        try:
-            with typed_errors():
-                async for response in call:
-                    if response.HasField("served"):
-                        yield response.served
-                    if response.HasField("echo"):
-                        yield response.echo
-                    if response.HasField("chunk"):
-                        yield response.chunk
-                    if response.HasField("finish"):
-                        unfinished -= 1
-                        yield response.finish
-        finally:
-            call.cancel()
+        async with aclosing(self._responses(request, timeout_s=timeout_s)) as responses:
+            async for response in responses:
+                if response.HasField("served"):
+                    yield response.served
+                if response.HasField("echo"):
+                    yield response.echo
+                if response.HasField("chunk"):
+                    yield response.chunk
+                if response.HasField("finish"):
+                    unfinished -= 1
+                    yield response.finish
         if unfinished:
             raise UnavailableError("the stream ended without a finish: the answer is not whole")
+
+    async def _responses(
+        self, request: generation_pb2.GenerateRequest, *, timeout_s: float
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse]:
+        """Streams from the data plane that suits the adapter best; goes to another while nothing has come and one is away."""
+        end_s = asyncio.get_running_loop().time() + timeout_s
+        location = await self._location(request.adapter.adapter, request.adapter.owner)
+        tried = list[str]()
+        while True:
+            order = self._replicas.order(location.key, location.addresses)
+            address = next((one for one in order if one not in tried), order[0])
+            tried.append(address)
+            try:
+                async with aclosing(self._stream(address, request, location.key, end_s=end_s)) as responses:
+                    async for response in responses:
+                        tried = []
+                        yield response
+                return
+            except UnavailableError:
+                if not tried or len(tried) >= min(_GENERATE_ATTEMPTS, len(order)):
+                    raise
+
+    async def _stream(
+        self, address: str, request: generation_pb2.GenerateRequest, key: str, *, end_s: float
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse]:
+        channel = self._channel_to(address, retries=len(self._replicas.addresses) == 1)
+        stub: generation_pb2_grpc.GenerationServiceAsyncStub = generation_pb2_grpc.GenerationServiceStub(channel)
+        metadata = (*self._metadata, (ADAPTER_KEY_HEADER, key)) if key else self._metadata
+        timeout_s = max(0.0, end_s - asyncio.get_running_loop().time())
+        call = stub.Generate(request, timeout=timeout_s, metadata=metadata)
+        with self._replicas.request(address):
+            try:
+                with typed_errors():
+                    async for response in call:
+                        self._replicas.answered(address)
+                        yield response
+            except UnavailableError:
+                self._replicas.failed(address)
+                raise
+            finally:
+                call.cancel()
+
+    async def _location(self, adapter: str, owner: str) -> Location:
+        if len(self._replicas.addresses) == 1:
+            return Location(f"{owner}/{adapter}" if adapter else "")  # there is nothing to choose
+        if not self._replicas.addresses:
+            raise FailedPreconditionError("this client was given no address of the data plane")
+        return await self._locations.of(adapter, owner)
+
+    async def _locate(self, adapter: str, owner: str) -> Location:
+        stub: placement_pb2_grpc.PlacementServiceAsyncStub = placement_pb2_grpc.PlacementServiceStub(self._channel("control"))
+        request = placement_pb2.LocateAdapterRequest(adapter=adapter, owner=owner)
+        response = await self._ask(stub.LocateAdapter, request)
+        return Location(response.key, tuple(response.addresses))
 
     async def publish(
         self,

@@ -25,7 +25,7 @@ class Connection:
 
         Args:
             control: Address of the control plane, `host:port`.
-            data: Address of the data plane, `host:port`.
+            data: Address of the data plane, `host:port`; a client of a tenant takes several, with commas between them.
             key: The credential.
             tls: Transport security; None is plaintext.
             timeout_s: Deadline of calls that have none of their own.
@@ -52,9 +52,12 @@ class Connection:
         address = self._addresses[plane]
         if not address:
             raise FailedPreconditionError(f"this client was given no address of the {plane} plane")
-        if plane not in self._channels:
-            self._channels[plane] = open_channel(address, tls=self._tls)
-        return self._channels[plane]
+        return self._channel_to(address)
+
+    def _channel_to(self, address: str, *, retries: bool = True) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address, tls=self._tls, retries=retries)
+        return self._channels[address]
 
     async def _ask(self, method: Any, request: Any, *, timeout_s: float | None = None) -> Any:
         with typed_errors():

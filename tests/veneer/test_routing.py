@@ -1,0 +1,164 @@
+"""A client of several data planes: where its requests go, and what it does when one is away."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.veneer.test_client import KEY, LAST, SERVED, OneTenant, collect
+from veneer.access import Rule, method_names
+from veneer.client import Client
+from veneer.controlplane.v1 import placement_pb2, placement_pb2_grpc
+from veneer.dataplane.v1 import generation_pb2 as pb
+from veneer.dataplane.v1 import generation_pb2_grpc
+from veneer.errors import NotFoundError, ResourceExhaustedError, UnavailableError
+from veneer.server import PlaneServer, ServerOptions, Service
+
+
+@dataclass
+class DataPlane(generation_pb2_grpc.GenerationServiceServicer):
+    """Answers, or fails as told: at once, or after a first message."""
+
+    address: str = ""
+    error: Exception | None = None
+    late_error: Exception | None = None
+    keys: list[str | None] = field(default_factory=list)
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # type: ignore[override]
+        self.keys.append(dict(context.invocation_metadata()).get("x-veneer-adapter-key"))
+        if self.error is not None:
+            raise self.error
+        yield SERVED
+        if self.late_error is not None:
+            raise self.late_error
+        yield LAST
+
+
+@dataclass
+class Placement(placement_pb2_grpc.PlacementServiceServicer):
+    """Says where adapters are."""
+
+    addresses: list[str] = field(default_factory=list)
+    error: Exception | None = None
+
+    async def LocateAdapter(self, request: Any, context: Any) -> placement_pb2.LocateAdapterResponse:  # type: ignore[override]
+        if self.error is not None:
+            raise self.error
+        return placement_pb2.LocateAdapterResponse(key=f"acme/{request.adapter}", addresses=self.addresses)
+
+
+async def serve(name: str, pb2: Any, add: Any) -> PlaneServer:
+    service = Service(pb2.DESCRIPTOR.services_by_name[name], add)
+    return PlaneServer(
+        ServerOptions(callers="127.0.0.1:0", operators="127.0.0.1:0"),
+        services=[service],
+        rules={method: Rule.of("tenant") for method in method_names([service.descriptor])},
+        authenticators={"callers": OneTenant(), "operators": OneTenant()},
+    )
+
+
+@dataclass
+class World:
+    planes: list[DataPlane]
+    servers: list[PlaneServer]
+    placement: Placement
+    client: Client
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    planes, servers = [DataPlane() for _ in range(3)], []
+    for plane in planes:
+        server = await serve("GenerationService", pb, partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, plane))
+        plane.address = (await server.start()).callers
+        servers.append(server)
+    placement = Placement()
+    control = await serve(
+        "PlacementService", placement_pb2, partial(placement_pb2_grpc.add_PlacementServiceServicer_to_server, placement)
+    )
+    address = (await control.start()).callers
+    async with Client(control=address, data=",".join(plane.address for plane in planes), key=KEY, timeout_s=10.0) as client:
+        yield World(planes, servers, placement, client)
+    for server in (*servers, control):
+        await server.stop(grace_s=0)
+
+
+def counts(world: World) -> list[int]:
+    return [len(plane.keys) for plane in world.planes]
+
+
+async def test_requests_go_where_the_adapter_is_and_carry_its_key(world: World) -> None:
+    world.placement.addresses = [world.planes[1].address, "127.0.0.1:1"]
+    for _ in range(5):
+        assert len(await collect(world.client.generate("hi", adapter="tone"))) == 4
+    assert counts(world) == [0, 5, 0]
+    assert set(world.planes[1].keys) == {"acme/tone"}
+
+
+async def test_requests_of_the_base_spread_and_carry_no_key(world: World) -> None:
+    streams = [world.client.generate("hi") for _ in range(6)]
+    for stream in streams:
+        await anext(stream)
+    assert counts(world) == [2, 2, 2]
+    assert world.planes[0].keys == [None, None]
+    for stream in streams:
+        await stream.aclose()
+
+
+@pytest.mark.parametrize("error", [None, NotFoundError("no"), UnavailableError("away")])
+async def test_without_a_hint_an_adapter_keeps_to_one_data_plane(world: World, error: Exception | None) -> None:
+    world.placement.error = error
+    for _ in range(4):
+        await collect(world.client.generate("hi", adapter="tone", owner="acme"))
+    assert sorted(counts(world)) == [0, 0, 4]
+    assert {key for plane in world.planes for key in plane.keys} == {"acme/tone"}
+
+
+async def test_a_data_plane_that_is_away_or_drains_is_left_out_until_it_has_rested(world: World) -> None:
+    world.placement.addresses = [world.planes[0].address]
+    world.planes[0].error = UnavailableError("the node is draining")
+    assert len(await collect(world.client.generate("hi", adapter="tone"))) == 4
+    assert counts(world)[0] == 1
+    await collect(world.client.generate("hi", adapter="tone"))
+    assert counts(world)[0] == 1, "it rests"
+    assert sum(counts(world)) == 3
+    await world.servers[1].stop(grace_s=0)
+    await world.servers[2].stop(grace_s=0)
+    world.planes[0].error = None
+    assert len(await collect(world.client.generate("hi", adapter="tone"))) == 4, "those that rest are better than none"
+
+
+async def test_after_the_first_message_nothing_is_tried_again(world: World) -> None:
+    for plane in world.planes:
+        plane.late_error = UnavailableError("gone")
+    with pytest.raises(UnavailableError, match="gone"):
+        await collect(world.client.generate("hi", adapter="tone"))
+    assert sum(counts(world)) == 1
+
+
+async def test_other_errors_are_not_taken_elsewhere(world: World) -> None:
+    for plane in world.planes:
+        plane.error = ResourceExhaustedError("full", retry_after_s=2.0)
+    with pytest.raises(ResourceExhaustedError):
+        await collect(world.client.generate("hi", adapter="tone"))
+    assert sum(counts(world)) == 1
+
+
+async def test_when_all_are_away_the_last_error_says_so(world: World) -> None:
+    for plane in world.planes:
+        plane.error = UnavailableError("starting")
+    with pytest.raises(UnavailableError, match="starting"):
+        await collect(world.client.generate("hi", adapter="tone"))
+    assert counts(world) == [1, 1, 1]
+
+
+async def test_closing_a_stream_gives_its_place_back(world: World) -> None:
+    stream = world.client.generate("hi")
+    await anext(stream)
+    assert world.client._replicas._in_flight.total() == 1
+    await stream.aclose()
+    assert world.client._replicas._in_flight.total() == 0
