@@ -15,6 +15,7 @@ from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
+from veneer.access import current_actor
 from veneer.errors import AbortedError, InternalError, InvalidArgumentError, UnavailableError, VeneerError
 
 _READ_ONLY = "25006"
@@ -22,7 +23,9 @@ _ADMIN_SHUTDOWN = "57P01"
 _POOL_RECYCLE_S = 300
 # A server that vanished without a word is found within seconds; by default TCP asks after two hours.
 _LIVENESS = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
-_SET_SCOPE = text("SELECT set_config('app.tenant', :tenant, true), set_config('app.scope', :scope, true)")
+_SET_SCOPE = text("""
+    SELECT set_config('app.tenant', :tenant, true), set_config('app.scope', :scope, true), set_config('app.actor', :actor, true)
+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,8 @@ class Database:
 
 
 async def set_scope(connection: AsyncConnection, scope: Scope) -> None:
-    """Sets the scope for the rest of the transaction; it ends with it, so that a pooled connection carries none on."""
-    await connection.execute(_SET_SCOPE, {"tenant": scope.tenant, "scope": scope.kind})
+    """Sets the scope, and who the audit log names, for the rest of the transaction: a pooled connection carries none on."""
+    await connection.execute(_SET_SCOPE, {"tenant": scope.tenant, "scope": scope.kind, "actor": current_actor()})
 
 
 class translated:  # noqa: N801  reads as a block: `with translated(): …`

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Row, delete, select
+from sqlalchemy import Row, delete, select, tuple_
 from sqlalchemy.dialects.postgresql import insert
 
 from controlplane import models
+from controlplane.catalog import NO_ADAPTER
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
+from controlplane.paging import page_limit, page_start, page_token
 from veneer.errors import InvalidArgumentError, NotFoundError, Violation
+
+_GIVEN, _RECEIVED = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +31,11 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Grants:
-    """What a tenant has given and what it has received."""
+    """A page of what a tenant has given and what it has received, and the next page's token."""
 
     given: tuple[Grant, ...]
     received: tuple[Grant, ...]
+    next_token: str
 
 
 class Sharing:
@@ -40,22 +45,24 @@ class Sharing:
         self._database = database
 
     async def create(self, owner: str, adapter: str, *, grantee: str) -> Grant:
-        """Gives a grant; a second time changes nothing.
+        """Gives a grant; a second time changes nothing. Whether there is such a grantee is not the owner's to know.
 
         Raises:
-            NotFoundError: The owner has no such adapter, or there is no such grantee.
+            NotFoundError: The owner has no such adapter.
             InvalidArgumentError: The grantee is the owner.
         """
         refusals = {
-            "fk_grants_tenant_adapter_adapters": NotFoundError("there is no such adapter"),
-            "fk_grants_grantee_tenants": NotFoundError("there is no such tenant"),
             "ck_grants_grantee": InvalidArgumentError.of([Violation("grantee", "is the owner, who needs no grant")]),
         }
         columns = models.grants.c
         row = {"tenant": owner, "adapter": adapter, "grantee": grantee}
+        a = models.adapters.c
+        is_live = select(a.name).where(a.tenant == owner, a.name == adapter, a.delete_time.is_(None))
         query = insert(models.grants).values(row).on_conflict_do_nothing().returning(*columns)
         mine = (columns.tenant == owner, columns.adapter == adapter, columns.grantee == grantee)
         async with self._database.transaction(Scope.of_tenant(owner), refusals=refusals) as connection:
+            if (await connection.execute(is_live.with_for_update(read=True))).one_or_none() is None:
+                raise NotFoundError(NO_ADAPTER)
             stored = (await connection.execute(query)).one_or_none()
             if stored is not None:
                 await record(connection, Change(kind=ChangeKind.GRANT, tenant=owner, adapter=adapter))
@@ -63,14 +70,30 @@ class Sharing:
                 stored = (await connection.execute(select(*columns).where(*mine))).one()
         return _grant(stored)
 
-    async def all(self, tenant: str) -> Grants:
-        """Grants that the tenant has given and has received, by owner, adapter and grantee."""
+    async def page(self, tenant: str, *, page_size: int, token: str) -> Grants:
+        """A page of the grants that the tenant has given, by adapter and grantee, and then has received, by owner and adapter."""
+        limit = page_limit(page_size)
+        start = page_start("grants", token, kinds=[int, str, str])
         columns = models.grants.c
-        query = select(*columns).order_by(columns.tenant, columns.adapter, columns.grantee)
+        given = select(*columns).where(columns.tenant == tenant).order_by(columns.adapter, columns.grantee)
+        received = select(*columns).where(columns.grantee == tenant).order_by(columns.tenant, columns.adapter)
+        if start is not None and start[0] == _GIVEN:
+            given = given.where(tuple_(columns.adapter, columns.grantee) > tuple(start[1:]))
+        if start is not None and start[0] == _RECEIVED:
+            received = received.where(tuple_(columns.tenant, columns.adapter) > tuple(start[1:]))
+        found: list[tuple[int, Grant]] = []
         async with self._database.transaction(Scope.of_tenant(tenant)) as connection:
-            given = (await connection.execute(query.where(columns.tenant == tenant))).all()
-            received = (await connection.execute(query.where(columns.grantee == tenant))).all()
-        return Grants(tuple(_grant(row) for row in given), tuple(_grant(row) for row in received))
+            for side, query in ((_GIVEN, given), (_RECEIVED, received)):
+                if len(found) <= limit and (start is None or side >= start[0]):
+                    rows = (await connection.execute(query.limit(limit + 1 - len(found)))).all()
+                    found += [(side, _grant(row)) for row in rows]
+        shown, next_token = found[:limit], ""
+        if len(found) > limit:
+            side, last = shown[-1]
+            key = (last.adapter, last.grantee) if side == _GIVEN else (last.owner, last.adapter)
+            next_token = page_token("grants", [side, *key])
+        sides = [tuple(grant for side, grant in shown if side == wanted) for wanted in (_GIVEN, _RECEIVED)]
+        return Grants(sides[0], sides[1], next_token)
 
     async def revoke(self, owner: str, adapter: str, *, grantee: str) -> None:
         """Withdraws a grant.

@@ -240,11 +240,12 @@ grants = Table(
     metadata,
     Column("tenant", Text, nullable=False),
     Column("adapter", Text, nullable=False),
-    Column("grantee", Text, ForeignKey("tenants.name"), nullable=False),
+    Column("grantee", Text, nullable=False),  # of a tenant, or of none: who gives it is not to learn which
     _created(),
     PrimaryKeyConstraint("tenant", "adapter", "grantee"),
     ForeignKeyConstraint(["tenant", "adapter"], ["adapters.tenant", "adapters.name"]),
     CheckConstraint("tenant <> grantee", name="grantee"),
+    CheckConstraint("grantee ~ '^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$'", name="grantee_name"),
     Index("ix_grants_grantee_tenant_adapter", "grantee", "tenant", "adapter"),
 )
 
@@ -345,4 +346,21 @@ outbox = Table(
     _created(),
     PrimaryKeyConstraint("xid", "id"),
     implicit_returning=False,  # the application may not read it back
+)
+
+# Written by triggers of the database.
+audit = Table(
+    "audit",
+    metadata,
+    Column("tenant", Text, nullable=False),
+    Column("id", BigInteger, Identity(always=True), nullable=False),
+    Column("xid", Xid8, nullable=False, server_default=func.pg_current_xact_id()),
+    Column("actor", Text, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("object", Text, nullable=False),
+    Column("before", JSONB),
+    Column("after", JSONB),
+    _created(),
+    PrimaryKeyConstraint("tenant", "id"),
+    CheckConstraint("action IN ('INSERT', 'UPDATE', 'DELETE')", name="action"),
 )

@@ -71,7 +71,8 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
 
     async def ListNodes(self, request: nodes_pb2.ListNodesRequest, context: _Context) -> nodes_pb2.ListNodesResponse:
         """See the API."""
-        return nodes_pb2.ListNodesResponse(nodes=map(node_message, await self._nodes.all()))
+        nodes, token = await self._nodes.page(page_size=request.page_size, token=request.page_token)
+        return nodes_pb2.ListNodesResponse(nodes=map(node_message, nodes), next_page_token=token)
 
     async def RevokeNode(self, request: nodes_pb2.RevokeNodeRequest, context: _Context) -> nodes_pb2.RevokeNodeResponse:
         """See the API."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Row, func, select, update
+from sqlalchemy import Row, func, select, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 
 from controlplane import models
 from controlplane.catalog import NO_VERSION, QUARANTINED, READY, change_state, find_version, lock_adapter
 from controlplane.db import NODE, OPERATOR, Database, Scope, set_scope
+from controlplane.paging import page_limit, page_start, page_token
 from controlplane.settings import Settings
 from controlplane.vault import Vault, new_secret, secret_digest
 from veneer.errors import FailedPreconditionError, NotFoundError, UnauthenticatedError
@@ -97,11 +98,18 @@ class Nodes:
                 raise UnauthenticatedError("no valid credential")
         return secret
 
-    async def all(self) -> list[Node]:
-        """All nodes by name, revoked ones included."""
-        query = select(*_NODE).order_by(models.nodes.c.name, models.nodes.c.create_time)
+    async def page(self, *, page_size: int, token: str) -> tuple[list[Node], str]:
+        """A page of the nodes by name, revoked ones included, and the next page's token."""
+        limit = page_limit(page_size)
+        start = page_start("nodes", token, kinds=[str, uuid.UUID])
+        columns = models.nodes.c
+        query = select(*_NODE).order_by(columns.name, columns.id).limit(limit + 1)
+        if start is not None:
+            query = query.where(tuple_(columns.name, columns.id) > tuple(start))
         async with self._database.transaction(OPERATOR) as connection:
-            return [_node(row) for row in (await connection.execute(query)).all()]
+            nodes = [_node(row) for row in (await connection.execute(query)).all()]
+        shown = nodes[:limit]
+        return shown, page_token("nodes", [shown[-1].name, uuid.UUID(shown[-1].id)]) if len(nodes) > limit else ""
 
     async def revoke(self, node_id: str) -> Node:
         """Ends a node's keys at once; a second time changes nothing.

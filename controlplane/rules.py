@@ -30,6 +30,7 @@ RULES: Rules = {
             "CreateGrant": _PUBLISH,
             "ListGrants": _TENANT,
             "RevokeGrant": _PUBLISH,
+            "ListAudit": _KEYS,
         },
     ),
     **_service(

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from redis.exceptions import RedisError
 
 from controlplane.aliases import Aliases
+from controlplane.audit import Audit
 from controlplane.bases import Bases
 from controlplane.blob_grants import BlobGrants
 from controlplane.blobs import Blobs
@@ -95,7 +96,7 @@ class ControlPlane:
                 tenants_pb2.DESCRIPTOR.services_by_name["TenantService"],
                 partial(
                     tenants_pb2_grpc.add_TenantServiceServicer_to_server,
-                    TenantServicer(Tenants(self.database, vault), Sharing(self.database)),
+                    TenantServicer(Tenants(self.database, vault), Sharing(self.database), Audit(self.database)),
                 ),
             ),
             Service(

@@ -8,9 +8,10 @@ from typing import Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from controlplane.audit import Audit
 from controlplane.grants import Sharing
 from controlplane.tenants import Tenants
-from controlplane.wire import fallback_policy, grant_message, key_message, limits_of, role_name, tenant_message
+from controlplane.wire import audit_message, fallback_policy, grant_message, key_message, limits_of, role_name, tenant_message
 from veneer.access import current_identity
 from veneer.controlplane.v1 import tenants_pb2, tenants_pb2_grpc
 from veneer.errors import InvalidArgumentError, NotFoundError, Violation
@@ -22,9 +23,10 @@ _MAX_LIFETIME = timedelta(days=3650)
 class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
     """Serves tenants, keys and grants. Tenants act for themselves only; operators name the tenant whose keys they manage."""
 
-    def __init__(self, tenants: Tenants, sharing: Sharing) -> None:
+    def __init__(self, tenants: Tenants, sharing: Sharing, audit: Audit) -> None:
         self._tenants = tenants
         self._sharing = sharing
+        self._audit = audit
 
     async def CreateTenant(self, request: tenants_pb2.CreateTenantRequest, context: _Context) -> tenants_pb2.CreateTenantResponse:
         """See the API."""
@@ -78,15 +80,24 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
 
     async def ListGrants(self, request: tenants_pb2.ListGrantsRequest, context: _Context) -> tenants_pb2.ListGrantsResponse:
         """See the API."""
-        grants = await self._sharing.all(current_identity().tenant)
+        grants = await self._sharing.page(current_identity().tenant, page_size=request.page_size, token=request.page_token)
         return tenants_pb2.ListGrantsResponse(
-            given=map(grant_message, grants.given), received=map(grant_message, grants.received)
+            given=map(grant_message, grants.given),
+            received=map(grant_message, grants.received),
+            next_page_token=grants.next_token,
         )
 
     async def RevokeGrant(self, request: tenants_pb2.RevokeGrantRequest, context: _Context) -> tenants_pb2.RevokeGrantResponse:
         """See the API."""
         await self._sharing.revoke(current_identity().tenant, request.adapter, grantee=request.grantee)
         return tenants_pb2.RevokeGrantResponse()
+
+    async def ListAudit(self, request: tenants_pb2.ListAuditRequest, context: _Context) -> tenants_pb2.ListAuditResponse:
+        """See the API."""
+        is_operator = current_identity().kind == "operator"
+        tenant = request.tenant if is_operator else _tenant_of(request.tenant)
+        entries, token = await self._audit.page(tenant, page_size=request.page_size, token=request.page_token)
+        return tenants_pb2.ListAuditResponse(entries=map(audit_message, entries), next_page_token=token)
 
 
 def _tenant_of(named: str) -> str:

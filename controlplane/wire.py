@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from datetime import datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from controlplane.audit import Entry
 from controlplane.bases import RegisteredBase
 from controlplane.catalog import Adapter, Alias, Version
 from controlplane.changes import Change, ChangeKind
@@ -112,6 +114,20 @@ def grant_message(grant: Grant) -> tenants_pb2.Grant:
     """A grant as a message."""
     return tenants_pb2.Grant(
         owner=grant.owner, adapter=grant.adapter, grantee=grant.grantee, create_time=timestamp(grant.create_time)
+    )
+
+
+def audit_message(entry: Entry) -> tenants_pb2.AuditEntry:
+    """An entry of the audit log as a message."""
+    before, after = ("" if row is None else json.dumps(row, sort_keys=True) for row in (entry.before, entry.after))
+    return tenants_pb2.AuditEntry(
+        id=entry.id,
+        actor=entry.actor,
+        action=entry.action.lower(),
+        object=entry.object,
+        before=before,
+        after=after,
+        create_time=timestamp(entry.create_time),
     )
 
 

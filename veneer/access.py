@@ -122,6 +122,12 @@ def current_identity() -> Identity:
     return identity
 
 
+def current_actor() -> str:
+    """Who makes the call that runs in this task, as logs name it: kind and identifier of the key; `service` when no call runs."""
+    identity = _identity.get()
+    return "service" if identity is None else f"{identity.kind} {identity.key_id}".rstrip()
+
+
 def set_identity(identity: Identity) -> None:
     """States who makes the call that runs in this task. For the interceptor, and for tests of use cases."""
     _identity.set(identity)

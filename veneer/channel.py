@@ -37,6 +37,7 @@ _REPEATABLE: dict[str, tuple[str, ...]] = {
         "RevokeKey",
         "CreateGrant",
         "ListGrants",
+        "ListAudit",
         "RevokeGrant",
     ),
     "veneer.dataplane.v1.GenerationService": ("Generate",),

@@ -358,7 +358,13 @@ class Client(Connection):
 
     async def grants(self) -> tenants_pb2.ListGrantsResponse:
         """The grants that the tenant has given and received."""
-        return await self._ask(self._tenants.ListGrants, tenants_pb2.ListGrantsRequest())  # type: ignore[no-any-return]
+        whole = tenants_pb2.ListGrantsResponse()
+        while True:
+            request = tenants_pb2.ListGrantsRequest(page_token=whole.next_page_token)
+            whole.ClearField("next_page_token")
+            whole.MergeFrom(typed(tenants_pb2.ListGrantsResponse, await self._ask(self._tenants.ListGrants, request)))
+            if not whole.next_page_token:
+                return whole
 
     async def revoke_grant(self, adapter: str, grantee: str) -> None:
         """Withdraws a grant."""

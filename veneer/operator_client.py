@@ -86,8 +86,11 @@ class OperatorClient(Connection):
 
     async def nodes(self) -> list[nodes_pb2.Node]:
         """The data planes by name."""
-        response = await self._ask(self._nodes.ListNodes, nodes_pb2.ListNodesRequest())
-        return list(response.nodes)
+        stub = self._nodes
+        return await self._all(
+            lambda token: self._ask(stub.ListNodes, nodes_pb2.ListNodesRequest(page_token=token)),
+            "nodes",
+        )
 
     async def revoke_node(self, node_id: str) -> nodes_pb2.Node:
         """Revokes a data plane's key at once."""

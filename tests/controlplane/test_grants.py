@@ -38,7 +38,7 @@ async def test_a_grantee_may_use_but_not_read_the_adapter(world: World) -> None:
         assert await refused(call) == (grpc.StatusCode.NOT_FOUND, "there is no such adapter")
 
 
-async def test_a_grant_needs_an_adapter_and_another_tenant(world: World) -> None:
+async def test_a_grant_needs_an_adapter_and_another_name(world: World) -> None:
     await world.base()
     owner = await world.tenant("acme")
     await world.tenant("friend")
@@ -48,8 +48,53 @@ async def test_a_grant_needs_an_adapter_and_another_tenant(world: World) -> None
         return await refused(owner.tenants.CreateGrant(tenants_pb2.CreateGrantRequest(adapter=adapter, grantee=grantee)))
 
     assert await grant("nothing", "friend") == (grpc.StatusCode.NOT_FOUND, "there is no such adapter")
-    assert await grant("style", "nobody") == (grpc.StatusCode.NOT_FOUND, "there is no such tenant")
     assert (await grant("style", "acme"))[0] == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_grant_to_nobody_is_answered_like_one_to_somebody(world: World) -> None:
+    await world.base()
+    owner = await world.tenant("acme")
+    await world.tenant("friend")
+    await world.publish(owner)
+    answers = [
+        await owner.tenants.CreateGrant(tenants_pb2.CreateGrantRequest(adapter="style", grantee=name))
+        for name in ("friend", "nobody")
+    ]
+    for answer in answers:
+        answer.grant.ClearField("create_time")
+        answer.grant.ClearField("grantee")
+    assert answers[0] == answers[1]
+    assert len((await owner.tenants.ListGrants(tenants_pb2.ListGrantsRequest())).given) == 2
+    await owner.tenants.RevokeGrant(tenants_pb2.RevokeGrantRequest(adapter="style", grantee="nobody"))
+
+
+async def test_grants_come_in_pages_first_given_then_received(world: World) -> None:
+    await world.base()
+    owner, friend = await world.tenant("acme"), await world.tenant("friend")
+    for seed, adapter in enumerate("ab"):
+        await world.publish(owner, adapter, seed=seed)
+        await world.publish(friend, adapter, seed=seed)
+        for name in ("x", "y", "friend"):
+            await owner.tenants.CreateGrant(tenants_pb2.CreateGrantRequest(adapter=adapter, grantee=name))
+        await friend.tenants.CreateGrant(tenants_pb2.CreateGrantRequest(adapter=adapter, grantee="acme"))
+
+    async def pages(size: int) -> list[tuple[str, str, str]]:
+        found, token = [], ""
+        while True:
+            page = await owner.tenants.ListGrants(tenants_pb2.ListGrantsRequest(page_size=size, page_token=token))
+            assert len(page.given) + len(page.received) <= size
+            found += [(one.owner, one.adapter, one.grantee) for one in (*page.given, *page.received)]
+            token = page.next_page_token
+            if not token:
+                return found
+
+    whole = await pages(100)
+    assert whole == [
+        *[("acme", adapter, name) for adapter in "ab" for name in ("friend", "x", "y")],
+        *[("friend", adapter, "acme") for adapter in "ab"],
+    ]
+    for size in (1, 2, 3, 6, 7, 8):
+        assert await pages(size) == whole, size
 
 
 async def test_a_withdrawn_grant_is_gone(world: World) -> None:

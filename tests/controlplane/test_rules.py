@@ -20,7 +20,7 @@ SERVICES = [
     catalog_pb2.DESCRIPTOR.services_by_name["CatalogService"],
     nodes_pb2.DESCRIPTOR.services_by_name["NodeService"],
 ]
-KEYS = {"CreateKey", "ListKeys", "RevokeKey", "SetFallback"}
+KEYS = {"CreateKey", "ListKeys", "RevokeKey", "SetFallback", "ListAudit"}
 SHARING = {"Publish", "RetireVersion", "DeleteVersion", "FreezeAlias", "CreateGrant", "RevokeGrant"}
 MOVING = {"SetAlias", "Rollback", "Promote"}
 READING = {"ListBases", "GetAdapter", "ListAdapters", "ListVersions", "ListGrants"}

@@ -117,6 +117,7 @@ TABLE = {
         "CreateGrant": Row(lambda s: tenants_pb2.CreateGrantRequest(adapter="tone", grantee="strict"), OK, PD, NF, PD, PD),
         "ListGrants": Row(lambda s: tenants_pb2.ListGrantsRequest(), OK, OK, OK, PD, PD),
         "RevokeGrant": Row(lambda s: tenants_pb2.RevokeGrantRequest(adapter="tone", grantee="strict"), OK, PD, NF, PD, PD),
+        "ListAudit": Row(lambda s: tenants_pb2.ListAuditRequest(tenant="acme"), OK, PD, NF, PD, OK),
     },
     "veneer.controlplane.v1.CatalogService": {
         "Publish": Row(_upload, OK, PD, OK, PD, PD),  # into one's own part of the catalogue

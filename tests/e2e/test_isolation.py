@@ -229,6 +229,7 @@ def _pairs(scene: Scene) -> list[Pair]:
         both(tenant, "SetFallback", t.SetFallbackRequest, {"tenant": "acme"}, {"tenant": "nobody"}),
         both(tenant, "CreateKey", t.CreateKeyRequest, {"tenant": "acme", "roles": role}, {"tenant": "nobody"}),
         both(tenant, "ListKeys", t.ListKeysRequest, {"tenant": "acme"}, {"tenant": "nobody"}),
+        both(tenant, "ListAudit", t.ListAuditRequest, {"tenant": "acme"}, {"tenant": "nobody"}),
         both(tenant, "RevokeKey", t.RevokeKeyRequest, {"tenant": "acme", "id": scene.key_id}, {"tenant": "nobody"}),
         both(tenant, "RevokeKey", t.RevokeKeyRequest, {"id": scene.key_id}, {"id": nobody}),
     ]

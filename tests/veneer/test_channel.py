@@ -18,8 +18,8 @@ FILES: list[FileDescriptor] = [
 NEVER_REPEATED = {
     "CatalogService/SetAlias",  # a second run meets its own first one and is refused
     "CatalogService/Rollback",  # a second run may go back further
-    "CatalogService/Promote",
-    "CatalogService/DeleteVersion",  # a second run finds nothing, unless the caller named the request
+    "CatalogService/Promote",  # a second run moves the alias again
+    "CatalogService/DeleteVersion",  # a second run finds nothing
     "CatalogService/DeleteAdapter",
     "TenantService/CreateTenant",
     "TenantService/CreateKey",  # each run hands out another secret
