@@ -20,17 +20,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from veneer.access import Identity, ListenerName, Rule, RuleError, Rules
+from veneer.access import Identity, ListenerName, Rule, RuleError, Rules, method_names
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc
 from veneer.errors import InvalidArgumentError, UnavailableError
 from veneer.server import Addresses, PlaneServer, ServerOptions, Service, Tls
 
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 OPERATOR = "vnr_" + "o" * 43
-RULES: Rules = {
-    "/veneer.dataplane.v1.AdminService/GetResidency": Rule.of("operator"),
-    "/veneer.dataplane.v1.AdminService/Drain": Rule.of("operator"),
-}
+RULES: Rules = dict.fromkeys(method_names([ADMIN]), Rule.of("operator"))
 
 
 class Admin(admin_pb2_grpc.AdminServiceServicer):
