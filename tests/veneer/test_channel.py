@@ -32,8 +32,6 @@ NEVER_REPEATED = {
     "NodeService/ReadBlob",
     "NodeService/ListChanges",
     "NodeService/ReportVersion",
-    "AdminService/WatchResidency",  # its caller begins again, with what it knows by then
-    "AdminService/UnloadVersion",  # a second run finds nothing to prove
     "AdminService/Drain",
     "AdminService/WatchResidency",  # who comes back says where it was
 }
