@@ -12,13 +12,14 @@ from controlplane.rules import RULES
 from controlplane.vault import new_secret
 from tests.fixtures.controlplane import CALLER, OWNER, PUBLISHER, Client, World
 from veneer.access import method_names
-from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, tenants_pb2
+from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, placement_pb2, tenants_pb2
 
 SERVICES = [
     bases_pb2.DESCRIPTOR.services_by_name["BaseService"],
     tenants_pb2.DESCRIPTOR.services_by_name["TenantService"],
     catalog_pb2.DESCRIPTOR.services_by_name["CatalogService"],
     nodes_pb2.DESCRIPTOR.services_by_name["NodeService"],
+    placement_pb2.DESCRIPTOR.services_by_name["PlacementService"],
 ]
 KEYS = {"CreateKey", "ListKeys", "RevokeKey", "SetFallback", "ListAudit"}
 SHARING = {"Publish", "RetireVersion", "DeleteVersion", "FreezeAlias", "CreateGrant", "RevokeGrant"}
@@ -39,7 +40,7 @@ OPERATING = {
 ADMITTED = {
     ("callers", "owner"): KEYS | SHARING | READING | {"DeleteAdapter"},
     ("callers", "publisher"): SHARING | MOVING | READING,
-    ("callers", "caller"): READING,
+    ("callers", "caller"): READING | {"LocateAdapter"},
     ("callers", "node"): RUNNING | {"ListBases"},
     ("callers", "enrollment"): {"EnrollNode"},
     ("operators", "operator"): OPERATING | KEYS,
