@@ -16,6 +16,7 @@ import math
 import mmap
 import os
 import struct
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -320,6 +321,9 @@ def write_image(path: Path, image: Image) -> int:
 def open_image(path: Path, *, version: str | None = None, base_digest: str | None = None, dtype: str | None = None) -> Image:
     """Maps an image file and checks all of it: header, layout, checksum, and what the caller expects.
 
+    All is read before it is mapped. A page of a mapping that has to come from the disk first stops who touches it, with Python's
+    lock in hand and so with every other thread, and ends the process when the disk cannot read it.
+
     Args:
         path: The file.
         version: Digest that the image must carry; None for any.
@@ -334,25 +338,29 @@ def open_image(path: Path, *, version: str | None = None, base_digest: str | Non
         OSError: The file cannot be read.
     """
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < _PREFIX.size:
-            raise CorruptImageError(f"image of {size} bytes is shorter than its prefix")
-        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    magic, length, digest = _PREFIX.unpack(mapped[: _PREFIX.size])
-    if magic != MAGIC:
-        raise CorruptImageError("not an image file of this format")
-    header = bytes(mapped[_PREFIX.size : _PREFIX.size + min(length, _MAX_HEADER_BYTES)])
-    if len(header) != length or hashlib.sha256(header).digest() != digest:
-        raise CorruptImageError("the image's header is cut or changed")
-    payload = np.frombuffer(mapped, dtype=np.uint8)[-(-(_PREFIX.size + length) // _PAGE) * _PAGE :]
-    image = _read_header(header, payload)
+        if sys.platform == "linux":
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        prefix = file.read(_PREFIX.size)
+        if len(prefix) < _PREFIX.size:
+            raise CorruptImageError(f"image of {len(prefix)} bytes is shorter than its prefix")
+        magic, length, digest = _PREFIX.unpack(prefix)
+        if magic != MAGIC:
+            raise CorruptImageError("not an image file of this format")
+        header = file.read(min(length, _MAX_HEADER_BYTES))
+        if len(header) != length or hashlib.sha256(header).digest() != digest:
+            raise CorruptImageError("the image's header is cut or changed")
+        start = -(-(_PREFIX.size + length) // _PAGE) * _PAGE
+        file.seek(start)
+        payload_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    image = _read_header(header, np.frombuffer(mapped, dtype=np.uint8)[start:], payload_sha256=payload_sha256)
     for name, expected in (("version", version), ("base_digest", base_digest), ("dtype", dtype)):
         if expected is not None and getattr(image, name) != expected:
             raise CorruptImageError(f"the image's {name} is {getattr(image, name)!r}, expected {expected!r}")
     return image
 
 
-def _read_header(header: bytes, payload: npt.NDArray[np.uint8]) -> Image:
+def _read_header(header: bytes, payload: npt.NDArray[np.uint8], *, payload_sha256: str) -> Image:
     try:
         fields: dict[str, Any] = json.loads(header)
         blocks = tuple(Block(*block) for block in fields["blocks"])
@@ -365,7 +373,7 @@ def _read_header(header: bytes, payload: npt.NDArray[np.uint8]) -> Image:
             blocks=blocks,
             payload=payload,
         )
-        payload_bytes, payload_sha256 = fields["payload_bytes"], fields["payload_sha256"]
+        payload_bytes, expected_sha256 = fields["payload_bytes"], fields["payload_sha256"]
         item = ITEM_BYTES[image.dtype]
         end, before = 0, (-1, -1)
         for block in blocks:
@@ -386,7 +394,7 @@ def _read_header(header: bytes, payload: npt.NDArray[np.uint8]) -> Image:
         raise CorruptImageError("the image's header has no valid fields") from error
     if not end == payload_bytes == payload.size:
         raise CorruptImageError(f"the image's payload has {payload.size} bytes, its blocks {end}")
-    if hashlib.sha256(payload.data).hexdigest() != payload_sha256:
+    if payload_sha256 != expected_sha256:
         raise CorruptImageError("the image's payload is changed")
     return image
 
