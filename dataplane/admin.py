@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from dataplane.circuits import Circuit, CircuitState
 from dataplane.engine.messages import State
 from dataplane.generation import Generator
 from dataplane.lora.host_cache import HostCache
@@ -32,6 +33,13 @@ _SILENCE_S = 5.0
 _VERSIONS_IN_MESSAGE = 4000
 
 
+_CIRCUITS = {
+    CircuitState.FAILING: admin_pb2.CIRCUIT_STATE_FAILING,
+    CircuitState.OPEN: admin_pb2.CIRCUIT_STATE_OPEN,
+    CircuitState.HALF_OPEN: admin_pb2.CIRCUIT_STATE_HALF_OPEN,
+}
+
+
 class EngineView(Protocol):
     """What operators see of the engine."""
 
@@ -44,10 +52,13 @@ class EngineView(Protocol):
 
 
 class Unloader(Protocol):
-    """Who lets versions go; the prefetcher."""
+    """Who lets versions go, and knows which cannot be loaded; the prefetcher."""
 
     def unload(self, version: str, /) -> None:
         """Lets all of a version go that the node holds."""
+
+    def circuits(self) -> list[Circuit]:
+        """Returns the versions whose last load failed."""
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -106,6 +117,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             store_loads=state.store_loads,
             mean_store_load_s=self._metrics.mean_load_s("store", "host"),
             mean_device_load_s=self._metrics.mean_load_s("host", "device"),
+            failing=map(_failing, self._unloader.circuits()),
         )
 
     async def WatchResidency(  # noqa: N802
@@ -217,6 +229,16 @@ def _version(held: Held) -> admin_pb2.ResidentVersion:
         uses=held.uses,
         loss=held.loss,
         loss_at=held.loss_at,
+    )
+
+
+def _failing(circuit: Circuit) -> admin_pb2.FailingVersion:
+    return admin_pb2.FailingVersion(
+        version=circuit.version,
+        state=_CIRCUITS[circuit.state],
+        failures=circuit.failures,
+        status=circuit.status,
+        retry_after_s=circuit.retry_after_s,
     )
 
 

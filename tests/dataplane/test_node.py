@@ -80,8 +80,16 @@ async def test_a_store_that_is_away_costs_only_those_who_need_it(rig: Rig) -> No
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     served, _, _ = await rig.read(**BOT, fallback=generation_pb2.FALLBACK_MODE_NOT_READY)
     assert served.fallback_reason == generation_pb2.FALLBACK_REASON_NOT_READY
+    await until(lambda: rig.node.prefetcher.num_loads == 0)
+    (failing,) = (await rig.residency()).failing
+    assert (failing.version, failing.state, failing.status) == (
+        rig.plane.source.version,
+        admin_pb2.CIRCUIT_STATE_FAILING,
+        "UNAVAILABLE",
+    )
     rig.plane.store_is_away = False
     assert (await rig.read(**BOT))[0].version == rig.plane.source.version
+    assert list((await rig.residency()).failing) == []
     assert await rig.is_idle()
 
 

@@ -105,3 +105,12 @@ def _print_residency(residency: admin_pb2.GetResidencyResponse) -> None:
     ]
     print_table("engine", ("", ""), rows)
     print_versions(residency.versions)
+    if residency.failing:
+        print_table(
+            "failing to load", ("version", "state", "failures", "status", "tried again in"), map(_failing, residency.failing)
+        )
+
+
+def _failing(one: admin_pb2.FailingVersion) -> tuple[Any, ...]:
+    state = admin_pb2.CircuitState.Name(one.state).removeprefix("CIRCUIT_STATE_").lower().replace("_", "-")
+    return short(one.version), state, one.failures, one.status, f"{one.retry_after_s:.1f} s" if one.retry_after_s else ""
