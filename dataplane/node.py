@@ -31,6 +31,7 @@ from dataplane.residency_reports import ResidencyReporter
 from dataplane.resolve_cache import ResolveCache, Subject
 from dataplane.servicer import GenerationServicer
 from dataplane.settings import Settings
+from dataplane.staging import StagingReader
 from dataplane.store import AdapterStore, StoreLimits
 from dataplane.supervision import EngineSupervisor
 from dataplane.unloads import Unloads
@@ -272,6 +273,16 @@ class Node:
                 metrics=self.metrics,
             )
             self._spawn(self._reporter.run(), "residency-reports")
+            staging = StagingReader(
+                settings.redis_url.get_secret_value(),
+                identify=self.client.identify,
+                stage=self.prefetcher.hint,
+                release=self.prefetcher.unload,
+                is_full=lambda: self.prefetcher.is_full,
+                staged=Allowance(per_s=settings.hints_per_s, burst=64),
+                released=Allowance(per_s=1.0, burst=8),
+            )
+            self._spawn(staging.run(), "staging")
         self._spawn(self._show_metrics(), "metrics")
         self._spawn(self._watch_health(), "health")
 

@@ -92,6 +92,11 @@ class Prefetcher:
         """Loads in line and under way."""
         return len(self._loads)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no room for what nobody asks for yet."""
+        return self._cache.num_bytes > _AHEAD_LEVEL * self._cache.max_bytes
+
     def circuits(self) -> list[Circuit]:
         """Returns the versions whose last load failed."""
         return self._loads.circuits()
@@ -276,7 +281,7 @@ class Prefetcher:
             self._metrics.prefetched(source, "held")
         elif self._loads.refusal(version) is not None:
             self._metrics.prefetched(source, "broken")
-        elif self._cache.num_bytes > _AHEAD_LEVEL * self._cache.max_bytes:
+        elif self.is_full:
             self._metrics.prefetched(source, "no_room")
         elif self._loads.is_full_ahead:
             self._metrics.prefetched(source, "dropped")

@@ -1,0 +1,102 @@
+"""Two data planes: callers go where their adapter is, and to the other where one is away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Publish, Secrets
+from tests.e2e.driving import aside, generate, until
+from tests.fixtures.stack import DATA_SETTINGS
+from veneer.client import Client
+from veneer.controlplane.v1 import placement_pb2, placement_pb2_grpc
+from veneer.local.plane import Plane
+from veneer.local.stack import LocalStack
+from veneer.operator_client import OperatorClient
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def second(stack: LocalStack, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
+    """Another data plane of the stack."""
+    folder = tmp_path_factory.mktemp("second")
+    plane = Plane("dataplane", folder)
+    settings = {
+        "model_dir": str(model_dir),
+        "control_plane": stack.state.control,
+        "node_key_file": str(folder / "node.key"),
+        "redis_url": stack.valkey.url(),
+        "cache_folder": str(folder / "cache"),
+        "listen_callers": "127.0.0.1:0",
+        "listen_operators": "127.0.0.1:0",
+        "listen_metrics": "127.0.0.1:0",
+        **DATA_SETTINGS,
+    }
+
+    async def let_in() -> str:
+        async with stack.operator() as operator:
+            return (await operator.create_enrollment_token("second")).token
+
+    plane.configure({**settings, "enrollment_token": asyncio.run(let_in())})
+    plane.start()
+    yield plane
+    plane.stop()
+
+
+@pytest.fixture
+async def both(stack: LocalStack, second: Plane, secrets: Secrets) -> AsyncIterator[Client]:
+    """A client that was given both data planes."""
+    addresses = f"{stack.state.data},{second.addresses.callers}"
+    async with Client(control=stack.state.control, data=addresses, key=secrets.acme, timeout_s=60.0) as client:
+        yield client
+
+
+async def located(client: Client, adapter: str) -> set[str]:
+    stub = placement_pb2_grpc.PlacementServiceStub(client._channel("control"))
+    response = await client._ask(stub.LocateAdapter, placement_pb2.LocateAdapterRequest(adapter=adapter))
+    return set(response.addresses)
+
+
+async def test_what_is_asked_for_is_located_and_staged_where_nobody_asked(
+    stack: LocalStack, second: Plane, both: Client, operator: OperatorClient, secrets: Secrets, publish: Publish
+) -> None:
+    published = await publish(both, "A")
+    adapter, version = published.version.adapter, published.version.digest
+    async with Client(control=stack.state.control, data=second.addresses.callers, key=secrets.acme) as only_second:
+        for _ in range(3):
+            assert "A" in (await generate(only_second, adapter)).text
+    await operator.unload(version)
+
+    async def is_located() -> bool:
+        return second.addresses.callers in await located(both, adapter)
+
+    async def is_staged() -> bool:
+        return version in {held.version for held in (await operator.residency()).versions}
+
+    await until(is_located)
+    await until(is_staged)
+    assert "A" in (await generate(both, adapter)).text
+
+
+async def test_a_killed_data_plane_costs_no_request_that_had_not_begun(
+    stack: LocalStack, second: Plane, both: Client, publish: Publish
+) -> None:
+    adapter = (await publish(both, "B")).version.adapter
+    for _ in range(3):
+        await generate(both, adapter)
+    assert second.process.pid is not None
+    os.kill(second.process.pid, signal.SIGKILL)
+    for _ in range(6):
+        assert "B" in (await generate(both, adapter)).text
+    await aside(second.stop)
+
+    async def is_elsewhere() -> bool:
+        return await located(both, adapter) == {stack.state.data}
+
+    await until(is_elsewhere)
