@@ -29,7 +29,7 @@ from dataplane.engine.kv_cache import PagePool
 from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Event, Sampling, State, Submit, Tokens
 from dataplane.engine.scheduler import Scheduler
-from dataplane.lora.holdings import Lease
+from dataplane.lora.holdings import Budget, Lease
 from demo.prepare import prepare
 
 SEED = 20_26
@@ -43,8 +43,8 @@ class _Resident:
     def __init__(self) -> None:
         self._ids = itertools.count()
 
-    def acquire(self, version: str, tenant: str = "", *, weight: int = 1) -> Lease | None:
-        del tenant, weight
+    def acquire(self, version: str, tenant: str = "", *, weight: int = 1, max_bytes: int = 0) -> Lease | None:
+        del tenant, weight, max_bytes
         number = int(version)
         return None if number % 10 == 9 else Lease(next(self._ids), version, number, 16, 1)
 
@@ -58,6 +58,12 @@ class _Resident:
         return {}
 
     def is_starved(self, _version: str) -> bool:
+        return False
+
+    def budget(self, version: str, tenant: str, *, max_bytes: int) -> Budget | None:
+        pass
+
+    def is_pinned(self, _version: str) -> bool:
         return False
 
     def reserve(self, version: str) -> None:

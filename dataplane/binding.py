@@ -36,10 +36,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What answers, and from which position of the prompt on; what stands before is the base's."""
+    """What answers, from which position of the prompt on, and with which rank; what stands before is the base's."""
 
     served: Served
     active_from: int = 0
+    rank: int = 0
 
 
 def bind(answer: Answer, *, request_id: str, base_digest: str, split_unit: str, mode: FallbackMode, priority: int) -> Served:
@@ -95,12 +96,15 @@ def bind_previous(served: Served, previous: Arm, prompt: Sequence[int]) -> Bindi
     if start is None:
         return Binding(served.by_base(FallbackReason.NOT_INVOKED))
     instead = replace(served, version=previous.version, version_number=previous.number, fallback=FallbackReason.NOT_READY)
-    return Binding(instead, start)
+    return Binding(instead, start, previous.max_rank)
 
 
 def activate(served: Served, answer: Answer, prompt: Sequence[int]) -> Binding:
     """Says where the version that `bind` chose starts in a prompt; one that the prompt does not invoke leaves it to the base."""
     if served.version is None or not isinstance(answer.outcome, Resolution):
         return Binding(served)
-    start = find_start(prompt, answer.outcome.arms[served.arm].invocation_tokens)
-    return Binding(served.by_base(FallbackReason.NOT_INVOKED)) if start is None else Binding(served, start)
+    arm = answer.outcome.arms[served.arm]
+    start = find_start(prompt, arm.invocation_tokens)
+    if start is None:
+        return Binding(served.by_base(FallbackReason.NOT_INVOKED))
+    return Binding(served, start, arm.max_rank)

@@ -28,7 +28,7 @@ from dataplane.fallback import FallbackMode, FallbackReason, Substitute, mode_of
 from dataplane.frontend.detokenizer import StopStrings
 from dataplane.frontend.prompts import Budget, Prompt, Prompts
 from dataplane.metrics import Metrics
-from dataplane.resolution import Answer, Arm, Caller, Resolution, Target
+from dataplane.resolution import Answer, Arm, Caller, Resolution, Target, TenantLimits
 from dataplane.resolve_cache import Key, ResolveCache
 from dataplane.token_stream import Piece, TokenStream
 from dataplane.transfer import WithdrawnVersionError
@@ -46,7 +46,7 @@ class Engine(Protocol):
 class Loader(Protocol):
     """What a generation needs of the prefetcher."""
 
-    def ensure(self, version: str, tenant: str = "") -> Claim:
+    def ensure(self, version: str, tenant: str = "", *, max_bytes: int = 0) -> Claim:
         """Has the version's image brought to host memory, and kept there while the claim is held."""
 
     def expect(self, version: str) -> None:
@@ -180,7 +180,14 @@ class _Asked:
             left_s = max(left_s - (time.monotonic() - self.submitted_s), 0.0)
         version = bound.served.version
         return [
-            replace(submit, request_id=uuid.uuid4().hex, version=version, active_from=bound.active_from, deadline_s=left_s)
+            replace(
+                submit,
+                request_id=uuid.uuid4().hex,
+                version=version,
+                active_from=bound.active_from,
+                rank=bound.rank,
+                deadline_s=left_s,
+            )
             for submit in self.submits
         ]
 
@@ -200,6 +207,7 @@ class Generator:
         metrics: Counts what happens.
         base_digest: Digest of the base that is served.
         limits: Bounds of streams.
+        tenant_limits: What a tenant may use at most of whom the catalogue says nothing else; None for no limit.
     """
 
     def __init__(
@@ -212,6 +220,7 @@ class Generator:
         metrics: Metrics,
         base_digest: str,
         limits: StreamLimits,
+        tenant_limits: TenantLimits | None = None,
     ) -> None:
         self._resolver = resolver
         self._prompts = prompts
@@ -220,6 +229,7 @@ class Generator:
         self._metrics = metrics
         self._base_digest = base_digest
         self._limits = limits
+        self._tenant_limits = tenant_limits or TenantLimits()
         self._streams: Counter[str] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -317,7 +327,7 @@ class Generator:
         version = bound.served.version
         if version is None:
             return Attempt(bound.served, self._open(asked.request, asked.submits_for(bound)), None)
-        claim = self._loader.ensure(version, asked.caller.tenant)
+        claim = self._loader.ensure(version, asked.caller.tenant, max_bytes=self._limits_of(asked.caller).max_host_bytes)
         try:
             if not claim.loaded.done() or claim.loaded.exception() is not None:
                 self._foresee(asked, claim)
@@ -369,10 +379,13 @@ class Generator:
             prompt if asked.echo else (), self._prompts.tokenizer.decode(prompt) if asked.echo else "", piece.prompt_logprobs
         )
 
+    def _limits_of(self, caller: Caller) -> TenantLimits:
+        return caller.limits.over(self._tenant_limits)
+
     def _submits(
         self, request: GenerationRequest, caller: Caller, budget: Budget, bound: Binding, *, grammar: str
     ) -> list[Submit]:
-        choice = request.choice
+        choice, limits = request.choice, self._limits_of(caller)
         seed = secrets.randbits(63) if choice.seed is None else choice.seed
         salt = hmac.digest(caller.cache_salt, b"veneer.cache\0" + request.sub_salt, hashlib.sha256).hex()
         return [
@@ -386,6 +399,9 @@ class Generator:
                 deadline_s=request.deadline_s,
                 weight=caller.weight,
                 priority=bound.served.priority,
+                rank=bound.rank,
+                max_rank_rows=limits.max_rank_rows,
+                max_arena_bytes=limits.max_arena_bytes,
                 cache_salt=salt,
             )
             for index in range(choice.n)

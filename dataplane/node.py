@@ -28,6 +28,7 @@ from dataplane.options import engine_config, server_options
 from dataplane.prefetcher import Prefetcher
 from dataplane.residency_feed import ResidencyFeed
 from dataplane.residency_reports import ResidencyReporter
+from dataplane.resolution import TenantLimits
 from dataplane.resolve_cache import ResolveCache, Subject
 from dataplane.servicer import GenerationServicer
 from dataplane.settings import Settings
@@ -210,6 +211,11 @@ class Node:
                 max_buffer_bytes=settings.stream_buffer_bytes,
                 slow_reader_s=settings.slow_reader_s,
                 fallback_after_s=settings.fallback_after_s,
+            ),
+            tenant_limits=TenantLimits(
+                max_rank_rows=settings.max_rank_rows_per_tenant,
+                max_arena_bytes=settings.max_arena_bytes_per_tenant,
+                max_host_bytes=settings.max_host_bytes_per_tenant,
             ),
         )
         admin = AdminServicer(

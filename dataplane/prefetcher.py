@@ -18,7 +18,7 @@ from dataplane.claims import Claim, Level
 from dataplane.engine.messages import Unloaded
 from dataplane.load_line import Urgency
 from dataplane.loads import Fetcher, Load, LoadLimits, Loads
-from dataplane.lora.host_cache import HostCache
+from dataplane.lora.host_cache import HostCache, Payer
 from dataplane.metrics import Metrics
 from dataplane.transfer import WithdrawnVersionError
 from dataplane.unloads import Unloads
@@ -101,9 +101,15 @@ class Prefetcher:
         """Returns the versions whose last load failed."""
         return self._loads.circuits()
 
-    def ensure(self, version: str, tenant: str = "") -> Claim:
-        """Has the version's image brought to host memory and told to the engine; returns at once."""
-        self._cache.hold(version)
+    def ensure(self, version: str, tenant: str = "", *, max_bytes: int = 0) -> Claim:
+        """Has the version's image brought to host memory and told to the engine; returns at once.
+
+        Args:
+            version: Digest of the version.
+            tenant: Whose request needs it, and pays for the image.
+            max_bytes: What the images that the tenant pays for may take together; 0 for no limit.
+        """
+        self._cache.hold(version, Payer(tenant, max_bytes) if tenant else None)
         level: Level = "device" if version in self._on_device else "host" if version in self._cache else "store"
         claim = Claim(lambda given, is_expected: self._release(version, given, is_expected=is_expected), level=level)
         self._claims.setdefault(version, set()).add(claim)

@@ -40,6 +40,10 @@ class Settings(BaseSettings):
         max_context: Tokens of prompt and output together; 0 takes the model's own limit.
         max_waiting: Requests that wait in the engine at most.
         max_waiting_per_tenant: Requests of one tenant that wait at most; 0 for no limit of its own.
+        max_rank_rows_per_tenant: Rank rows of the distinct adapters of one tenant's running requests, each rounded up to 16,
+            unless the catalogue says otherwise of the tenant; 0 for no limit.
+        max_arena_bytes_per_tenant: Memory on the device for the adapters that one tenant uses, in the same way.
+        max_host_bytes_per_tenant: Memory for the images of the adapters that one tenant uses, in the same way.
         max_step_ms: Milliseconds that a step should take at most in which sequences decode: it holds fewer rows of prompts then,
             and tokens come more evenly; 0 for no such limit.
         quantum_tokens: Tokens that an adapter on the device serves, while requests wait for it, before it makes room for others.
@@ -107,6 +111,9 @@ class Settings(BaseSettings):
     max_context: Annotated[int, Field(ge=0)] = 0
     max_waiting: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
     max_waiting_per_tenant: Annotated[int, Field(ge=0, le=1_000_000)] = 2_500
+    max_rank_rows_per_tenant: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    max_arena_bytes_per_tenant: Annotated[int, Field(ge=0)] = 0
+    max_host_bytes_per_tenant: Annotated[int, Field(ge=0)] = 0
     max_step_ms: Annotated[int, Field(ge=0, le=60_000)] = 0
     quantum_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 256
     eviction: Literal["usage", "lru"] = "usage"

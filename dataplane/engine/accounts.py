@@ -30,14 +30,21 @@ class Account:
             slow.
         num_queued_tokens: Prompt tokens of all its requests that wait.
         is_active: Whether it counts: something of it runs or could.
-        lacks: What the first of its requests that was passed over in the last step lacked.
+        lacks: What the first of its requests that was passed over in the last step lacked; its budget only where none lacked
+            anything else.
+        is_shut: It starts nothing more in this step.
+        max_rank_rows: Rank rows that the adapters of its running requests may have; 0 for no limit.
+        max_arena_bytes: Bytes of the arena that copies charged to it may take; 0 for no limit.
     """
 
     __slots__ = (
         "_ledger",
         "in_heap",
         "is_active",
+        "is_shut",
         "lacks",
+        "max_arena_bytes",
+        "max_rank_rows",
         "name",
         "num_parked",
         "num_queued_tokens",
@@ -63,6 +70,8 @@ class Account:
         self.is_active = False
         self.in_heap = False
         self.lacks: Lack | None = None
+        self.is_shut = False
+        self.max_rank_rows = self.max_arena_bytes = 0
         self._ledger = ledger
         self.row = ledger.open(self)
 
@@ -136,6 +145,14 @@ class Ledger:
     def charge(self, rows: Integers, costs: npt.NDArray[np.float64]) -> None:
         """Adds costs to the service of the accounts of these rows, which may repeat."""
         np.add.at(self.service, rows, costs / self.weight[rows])
+
+    def lift(self, accounts: Iterable[Account]) -> None:
+        """Lifts accounts to the least service among all others that run or wait, if there are any: they bank no credit."""
+        rows = np.fromiter((account.row for account in accounts), dtype=np.int64)
+        is_other = self.is_backlogged | (self.num_running > 0)
+        is_other[rows] = False
+        if is_other.any():
+            self.service[rows] = np.maximum(self.service[rows], self.service[is_other].min())
 
     def where(self, is_one: npt.NDArray[np.bool_]) -> Iterator[Account]:
         """Yields the accounts of the rows for which this holds, as they were opened."""

@@ -12,7 +12,7 @@ from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Fail, Moved, Wanted
 from dataplane.lora.arena import Arena
 from dataplane.lora.eviction import Recency
-from dataplane.lora.holdings import Evicted, Lease, LoadPlan
+from dataplane.lora.holdings import Budget, Evicted, Lease, LoadPlan
 from dataplane.lora.host_image import HostImage
 from dataplane.lora.image import CorruptImageError, Image, check_loss
 from dataplane.lora.residency import Residency
@@ -73,16 +73,38 @@ class DeviceAdapters:
         self._thread = threading.Thread(target=self._run, name="adapter-loader", daemon=True)
         self._thread.start()
 
-    def acquire(self, version: str, tenant: str = "", *, weight: int = 1) -> Lease | None:
+    def acquire(self, version: str, tenant: str = "", *, weight: int = 1, max_bytes: int = 0) -> Lease | None:
         """See `Residency.acquire`. A miss that is new wakes the step loop once more, for `settle` to act on it."""
-        lease = self.residency.acquire(version, tenant, weight=weight)
+        lease = self.residency.acquire(version, tenant, weight=weight, max_bytes=max_bytes)
+        if max_bytes:
+            for freed in self.residency.take_freed():
+                self._clear(freed)
         if lease is None and version not in self._wanted:
             self._wake.set()
         return lease
 
-    def want(self, version: str, tenant: str = "", *, weight: int = 1) -> bool:
+    def want(self, version: str, tenant: str = "", *, weight: int = 1, max_bytes: int = 0) -> bool:
         """See `Residency.want`."""
-        return self.residency.want(version, tenant, weight=weight)
+        return self.residency.want(version, tenant, weight=weight, max_bytes=max_bytes)
+
+    def budget(self, version: str, tenant: str, *, max_bytes: int) -> Budget | None:
+        """See `Residency.budget`."""
+        return self.residency.budget(version, tenant, max_bytes=max_bytes)
+
+    def pin(self, version: str, owner: str) -> None:
+        """See `Residency.pin`."""
+        self.residency.pin(version, owner)
+        self._wake.set()
+
+    def unpin(self, version: str) -> None:
+        """See `Residency.unpin`. What waits for room is tried again."""
+        self.residency.unpin(version)
+        if self._wanted:
+            self.poke()
+
+    def is_pinned(self, version: str) -> bool:
+        """See `Residency.is_pinned`."""
+        return self.residency.is_pinned(version)
 
     def release(self, lease: Lease, *, served: int = 0) -> None:
         """See `Residency.release`. What waits for room is tried again."""
@@ -219,8 +241,8 @@ class DeviceAdapters:
         if freed is None:
             return
         self._arena.clear(freed.slot)
-        if freed.reason == "yield":
-            self._done.put(Moved(freed.version, "host", reason="yield"))
+        if freed.reason != "unload":
+            self._done.put(Moved(freed.version, "host", reason=freed.reason))
 
     def _run(self) -> None:
         """The copying thread."""

@@ -17,6 +17,7 @@ from dataplane.engine.messages import (
     Moved,
     NotFinite,
     Pause,
+    Pin,
     Query,
     Ready,
     Resume,
@@ -27,11 +28,12 @@ from dataplane.engine.messages import (
     Submit,
     Tokens,
     Unloaded,
+    Unpin,
     Unstage,
     Wanted,
 )
 
-_COMMANDS = (Submit, Abort, Pause, Resume, Stage, Unstage, Fail, Query, Stop)
+_COMMANDS = (Submit, Abort, Pause, Resume, Stage, Unstage, Pin, Unpin, Fail, Query, Stop)
 _EVENTS = (Tokens, Failed, Wanted, Moved, Unloaded, NotFinite, State, Ready)
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_COMMANDS, *_EVENTS)}
 

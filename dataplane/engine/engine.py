@@ -27,6 +27,7 @@ from dataplane.engine.messages import (
     Failed,
     Holding,
     Pause,
+    Pin,
     Query,
     Ready,
     Resume,
@@ -34,6 +35,7 @@ from dataplane.engine.messages import (
     State,
     Stop,
     Submit,
+    Unpin,
     Unstage,
 )
 from dataplane.engine.plan import Plan, Result, TokenMask
@@ -174,6 +176,7 @@ class Engine:
         self._watch.lap("receive")
         plan = self._scheduler.schedule()
         has_step = plan is not None and plan.num_tokens > 0
+        events += self._scheduler.refuse()
         self._queue_times.observe(self._scheduler.take_admitted(), time.monotonic())
         self._watch.lap("schedule")
         if plan is not None and has_step:
@@ -218,6 +221,10 @@ class Engine:
                     self._unloads.ask(version)
                 else:
                     self._adapters.unstage(version, drop_device=False)
+            case Pin(version, owner):
+                self._adapters.pin(version, owner)
+            case Unpin(version):
+                self._adapters.unpin(version)
             case Fail(version, status, message):
                 events += self._scheduler.fail_waiting(version, status=status, message=message)
             case Query(token):
@@ -245,7 +252,7 @@ class Engine:
             events.append(_failed(submit, error))
             return
         if submit.version is not None:
-            if self._adapters.want(submit.version, submit.tenant, weight=submit.weight):
+            if self._adapters.want(submit.version, submit.tenant, weight=submit.weight, max_bytes=submit.max_arena_bytes):
                 self._device_hits += 1
             elif self._adapters.was_staged(submit.version):
                 self._host_hits += 1

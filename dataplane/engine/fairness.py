@@ -99,6 +99,7 @@ class Tenants:
         elif account.weight != submit.weight:
             self.weights += (submit.weight - account.weight) * account.is_active
             account.weight = submit.weight
+        account.max_rank_rows, account.max_arena_bytes = submit.max_rank_rows, submit.max_arena_bytes
         sequence.account = account
         account.waiting.push(sequence)
         account.num_queued_tokens += len(submit.prompt)
@@ -208,8 +209,9 @@ class Tenants:
     def in_order(self, seats: Sized, *, max_scan: int) -> Iterator[Sequence]:
         """Yields prompts to go on with, fairest first: unfinished ones, and waiting ones while there are seats.
 
-        While others wait, a tenant that has an unfinished prompt starts no other. The caller charges, starts, parks or passes
-        over what was just yielded, and changes nothing else; who is passed over is paid for in this call's order only.
+        While others wait, a tenant that has an unfinished prompt starts no other, and one that is shut starts none. The caller
+        charges, starts, parks or passes over what was just yielded, and changes nothing else; who is passed over is paid for in
+        this call's order only.
         """
         ledger = self.ledger
         self._going = {account for account in self._going if account.unfinished}
@@ -248,6 +250,10 @@ class Tenants:
                 num_done += account.is_backlogged
                 continue
             yield sequence
+            if account.is_shut and is_new:
+                heapq.heappop(heap)
+                num_done += account.is_backlogged
+                continue
             if is_new and sequence.phase is Phase.WAITING:
                 debt += len(sequence.tokens) / account.weight
             heapq.heapreplace(heap, (account.service + debt, serial, account, debt))

@@ -53,6 +53,8 @@ def check_submit(submit: Submit, *, vocab_size: int, max_context: int) -> None:
     )  # fmt: skip
     faults += check_rules(sampling, num_prompt=num_prompt, vocab_size=vocab_size)
     require(submit.weight >= 1, "weight", "at least 1", submit.weight)
+    for name in ("rank", "max_rank_rows", "max_arena_bytes"):
+        require(getattr(submit, name) >= 0, name, "at least 0", getattr(submit, name))
     if submit.deadline_s is not None:
         require(math.isfinite(submit.deadline_s), "deadline_s", "finite", submit.deadline_s)
     if faults:

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from dataplane.engine.sequence import Sequence
-from dataplane.lora.holdings import Lease
+from dataplane.engine.messages import Submit
+from dataplane.engine.rank_budget import RankBudget
+from dataplane.engine.sequence import Lack, Sequence
+from dataplane.lora.holdings import Budget, Lease
 from kernels.rows import aligned_rank
+from veneer.errors import FailedPreconditionError
 
 
 class Adapters(Protocol):
     """What the scheduler needs to know of adapters on the device."""
 
-    def acquire(self, version: str, tenant: str = "", *, weight: int = 1) -> Lease | None:
-        """Takes a lease, or returns None when the version is not on the device; then it is remembered as wanted."""
+    def acquire(self, version: str, tenant: str = "", *, weight: int = 1, max_bytes: int = 0) -> Lease | None:
+        """Takes a lease, or returns None when the version is not on the device; then it is remembered as wanted.
+
+        None is also the answer where the tenant's limit of bytes does not admit the copy; see `budget`.
+        """
 
     def release(self, lease: Lease, *, served: int = 0) -> None:
         """Gives a lease back, under which so many tokens were computed."""
@@ -27,6 +33,12 @@ class Adapters(Protocol):
 
     def is_starved(self, version: str) -> bool:
         """Whether the version could be loaded but for the slots and bytes that leases hold."""
+
+    def budget(self, version: str, tenant: str, *, max_bytes: int) -> Budget | None:
+        """Returns what a tenant's limit of bytes leaves for a version; None where that does not matter."""
+
+    def is_pinned(self, version: str) -> bool:
+        """Whether a version's copy stays whoever needs its room."""
 
     def reserve(self, version: str) -> None:
         """Lets a wanted version have the next slot and bytes that come free."""
@@ -59,28 +71,57 @@ class Leases:
     def __init__(self, adapters: Adapters, *, max_rank_rows: int) -> None:
         self._adapters = adapters
         self._max_rank_rows = max_rank_rows
+        self._budget = RankBudget()
         self.num_rank_rows = 0
         self._awaited: dict[str, int] = {}
         self.active: dict[str, int] = {}
 
-    def take(self, sequence: Sequence, version: str, missed: set[str]) -> bool:
-        """Gives a sequence its lease and returns True; versions that are not on the device are added to `missed`."""
-        submit = sequence.submit
-        lease = self._adapters.acquire(version, submit.tenant, weight=submit.weight)
-        if lease is None:
-            missed.add(version)
+    def check(self, submit: Submit) -> None:
+        """Refuses a request whose adapter alone exceeds a limit of its tenant, as far as its size is known.
+
+        Raises:
+            FailedPreconditionError: It could never run; says what it needs, what is allowed and what is used.
+        """
+        fault = self._fault(submit, max_rank_rows=submit.max_rank_rows, max_arena_bytes=submit.max_arena_bytes)
+        if fault is not None:
+            raise FailedPreconditionError(fault)
+
+    def fault_of(self, sequence: Sequence) -> str | None:
+        """Returns why a sequence can never run within its tenant's limits as they are now; None when it can."""
+        account = sequence.account
+        return self._fault(sequence.submit, max_rank_rows=account.max_rank_rows, max_arena_bytes=account.max_arena_bytes)
+
+    def is_over_budget(self, sequence: Sequence) -> bool:
+        """Whether a sequence without a lease has to wait until its tenant uses less."""
+        submit, account = sequence.submit, sequence.account
+        if submit.version is None:
             return False
+        if not self._budget.admits(submit, allowed=account.max_rank_rows):
+            return True
+        budget = self._arena_budget(submit, max_bytes=account.max_arena_bytes)
+        return budget is not None and budget.is_spent
+
+    def take(self, sequence: Sequence, version: str, missed: set[str]) -> Lack | None:
+        """Gives a sequence its lease, or says what it lacks; versions that are not on the device are added to `missed`."""
+        submit = sequence.submit
+        lease = self._adapters.acquire(version, submit.tenant, weight=submit.weight, max_bytes=sequence.account.max_arena_bytes)
+        if lease is None:
+            if self.is_over_budget(sequence):
+                return Lack.BUDGET
+            missed.add(version)
+            return Lack.ARENA if self.is_starved(version) else Lack.IMAGE
         rows = aligned_rank(lease.rank)
         if version not in self.active:
             if self.num_rank_rows + rows > self._max_rank_rows:
                 self._adapters.release(lease)
-                return False
+                return Lack.RANK_ROWS
             self.num_rank_rows += rows
         self.active[version] = self.active.get(version, 0) + 1
+        self._budget.add(submit)
         sequence.lease = lease
         sequence.rank_rows = rows
         self.expect_less(version)
-        return True
+        return None
 
     def give_back(self, sequence: Sequence) -> None:
         """Ends a sequence's lease, if it has one."""
@@ -88,6 +129,7 @@ class Leases:
         if lease is None:
             return
         sequence.lease = None
+        self._budget.remove(sequence.submit)
         self.active[lease.version] -= 1
         if not self.active[lease.version]:
             del self.active[lease.version]
@@ -129,6 +171,10 @@ class Leases:
         """Whether the version could be loaded but for the slots and bytes that leases hold."""
         return self._adapters.is_starved(version)
 
+    def is_pinned(self, version: str) -> bool:
+        """Whether a version's copy stays whoever needs its room."""
+        return self._adapters.is_pinned(version)
+
     def reserve(self, version: str) -> None:
         """Lets a version that is waited for have the next room on the device."""
         self._adapters.reserve(version)
@@ -148,3 +194,18 @@ class Leases:
     def yields(self, holder: str, *, version: str, loader: str) -> bool:
         """Whether a tenant holds so much more of the arena than its share that it gives way to another's load of a version."""
         return self._adapters.yields(holder, version=version, loader=loader)
+
+    def _fault(self, submit: Submit, *, max_rank_rows: int, max_arena_bytes: int) -> str | None:
+        fault = self._budget.fault(submit, allowed=max_rank_rows)
+        budget = self._arena_budget(submit, max_bytes=max_arena_bytes)
+        if fault is None and budget is not None and budget.is_hopeless:
+            return (
+                f"the adapter takes {budget.needed} bytes on the device; "
+                f"its tenant may have {budget.allowed} and uses {budget.used}"
+            )
+        return fault
+
+    def _arena_budget(self, submit: Submit, *, max_bytes: int) -> Budget | None:
+        if not max_bytes or submit.version is None:
+            return None
+        return self._adapters.budget(submit.version, submit.tenant, max_bytes=max_bytes)

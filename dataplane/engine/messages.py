@@ -97,6 +97,9 @@ class Submit:
         deadline_s: Seconds from receipt until the request must have ended; None for no limit.
         weight: Share of the tenant relative to others.
         priority: Place among the waiting requests of its tenant: higher goes first, equals as they came.
+        rank: Largest rank of the version, as the catalogue says; 0 for the base, or where it is not known.
+        max_rank_rows: Rank rows that the distinct adapters of the tenant's running requests may have; 0 for no limit.
+        max_arena_bytes: Bytes of the arena that adapters charged to the tenant may take; 0 for no limit.
         cache_salt: Secret of the caller's tenant, hex, part of every cache key; without one nothing of the request is kept for
             reuse, and nothing reused.
     """
@@ -110,6 +113,9 @@ class Submit:
     deadline_s: float | None = None
     weight: int = 1
     priority: int = 0
+    rank: int = 0
+    max_rank_rows: int = 0
+    max_arena_bytes: int = 0
     cache_salt: str = ""
 
 
@@ -154,6 +160,21 @@ class Unstage:
 
 
 @dataclass(frozen=True, slots=True)
+class Pin:
+    """Has a version brought to the device and kept there, until `Unpin`; its owner pays for it meanwhile. Idempotent."""
+
+    version: str
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """Lets a pinned version make room again; unknown ones are ignored."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fail:
     """Ends every waiting request of a version whose image cannot be had, with this status and message."""
 
@@ -174,7 +195,7 @@ class Stop:
     """Ends the engine: running requests end UNAVAILABLE."""
 
 
-Command = Submit | Abort | Pause | Resume | Stage | Unstage | Fail | Query | Stop
+Command = Submit | Abort | Pause | Resume | Stage | Unstage | Pin | Unpin | Fail | Query | Stop
 
 FinishReason = Literal["stop", "length"]
 
@@ -351,9 +372,9 @@ class State:
     """Counters of the engine; names as in `veneer.dataplane.v1.EngineState`.
 
     `waiting_by_reason` tells how many of those that wait lack a seat (`capacity`), `pages`, `rank_rows` or room in the `arena`,
-    wait for their `image`, stand aside since their reader is slow (`paused`), or for their `turn`. `queue_counts` are requests
-    that ran for the first time, by how long they had waited (see `queue_times`), `queue_seconds` the sum of that;
-    `rank_row_counts` are steps by how many rank rows they walked (see `step_rows`), `rank_rows` the sum of those.
+    wait for their tenant's `budget`, for their `image`, for their reader, which is slow (`paused`), or for their `turn`.
+    `queue_counts` are requests that ran for the first time, by how long they had waited (see `queue_times`), `queue_seconds` the
+    sum of that; `rank_row_counts` are steps by how many rank rows they walked (see `step_rows`), `rank_rows` the sum of those.
 
     `host_bytes` are those of mapped images. `kv_pages_kept` are free pages whose contents can be shared, `kv_page_bytes` the
     bytes of one; `prefix_queries` and `prefix_hits` count prompt tokens that were looked up, and found, in the prefix cache.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 from dataplane.engine.accounts import Account
 from dataplane.engine.draft import Draft
@@ -14,6 +15,8 @@ from dataplane.engine.sequence import Lack, Phase, Sequence
 
 _MIB = 1 << 20
 _MAX_STARVED = 512
+_MAX_OVER_BUDGET = 16
+"""Requests beyond their tenant's budget that are looked at in a step, before the tenant starts nothing more in it."""
 
 
 class Prefill:
@@ -21,10 +24,12 @@ class Prefill:
 
     Who lacks something is passed over, but not for ever: past `max_passes` it becomes the barrier, which is tried first and
     behind which nobody takes what it lacks (pages: nobody starts at all; rank rows or room in the arena: no other adapter, and
-    the next room in the arena is reserved for it). Prompts that have begun go on in any case: they hold their pages, and free
-    them at their end only. Who lacks its image is put aside until that has come; where its adapter starts later
-    in the prompt, the pages before are computed first, by the base, and kept in the cache. Meanwhile it holds neither seat nor
-    pages, so that no load is ever waited for with them.
+    the next room in the arena is reserved for it). Who lacks budget holds up nobody but its own tenant, which past `max_passes`
+    starts nothing before it, and banks no credit meanwhile; what no budget could admit is refused.
+
+    Prompts that have begun go on in any case: they hold their pages, and free them at their end only. Who lacks its image is put
+    aside until that has come; where its adapter starts later in the prompt, the pages before are computed first, by the base, and
+    kept in the cache. Meanwhile it holds neither seat nor pages, so that no load is ever waited for with them.
     """
 
     def __init__(self, limits: Limits, tenants: Tenants, seating: Seating, *, leases: Leases) -> None:
@@ -35,6 +40,8 @@ class Prefill:
         self._barrier: Sequence | None = None
         self._reserved: Sequence | None = None  # the one for which room in the arena is kept, until it starts or is paused
         self._passed: dict[Sequence, Lack] = {}
+        self._spent: Counter[Account] = Counter()
+        self._refused: list[tuple[Sequence, str]] = []
 
     def wake(self) -> None:
         """Lets requests be tried again whose adapter came, or of each tenant the first that cannot come for lack of room."""
@@ -75,9 +82,16 @@ class Prefill:
             elif lack is not Lack.TURN:
                 self._pass_over(sequence, lack)
                 is_shut = self._barrier is sequence and lack is Lack.PAGES
+        if spent := [account for account in self._spent if account.lacks is Lack.BUDGET]:
+            self._tenants.ledger.lift(spent)
         if has_admitted:
             for sequence in self._passed:
                 sequence.passes += 1
+
+    def take_refused(self) -> list[tuple[Sequence, str]]:
+        """Returns the requests that were found to exceed a limit for good since the last call, and why."""
+        refused, self._refused = self._refused, []
+        return refused
 
     @property
     def lacking(self) -> set[Account]:
@@ -86,7 +100,7 @@ class Prefill:
 
     def count_lacking(self) -> dict[str, int]:
         """Returns how many of those that the last step passed over lack what."""
-        counts = {lack.value: 0 for lack in (Lack.PAGES, Lack.RANK_ROWS, Lack.ARENA)}
+        counts = {lack.value: 0 for lack in (Lack.PAGES, Lack.RANK_ROWS, Lack.ARENA, Lack.BUDGET)}
         for sequence, lack in self._passed.items():
             counts[lack.value] += sequence.phase is Phase.WAITING and not sequence.is_parked and not sequence.paused
         return counts
@@ -95,7 +109,9 @@ class Prefill:
         """Forgets what the last step found; returns who is tried first."""
         for sequence in self._passed:
             sequence.account.lacks = None
+            sequence.account.is_shut = False
         self._passed = {}
+        self._spent.clear()
         barrier, self._barrier = self._barrier, None
         if self._reserved is not None and (self._reserved.phase is not Phase.WAITING or self._reserved.paused):
             self._reserved = None
@@ -103,10 +119,16 @@ class Prefill:
         return list(dict.fromkeys([*first, *favoured]))
 
     def _pass_over(self, sequence: Sequence, lack: Lack) -> None:
-        if sequence.account.lacks is None:
-            sequence.account.lacks = lack
+        account = sequence.account
+        if account.lacks in (None, Lack.BUDGET):
+            account.lacks = lack
         self._passed[sequence] = lack
-        if sequence.passes >= self._limits.max_passes:
+        if lack is Lack.BUDGET:
+            self._spent[account] += 1
+            account.is_shut |= sequence.passes >= self._limits.max_passes or self._spent[account] >= _MAX_OVER_BUDGET
+            if (fault := self._leases.fault_of(sequence)) is not None:
+                self._refused.append((sequence, fault))
+        elif sequence.passes >= self._limits.max_passes:
             self._barrier = sequence
             if lack is Lack.ARENA and sequence.submit.version is not None and self._reserved in (None, sequence):
                 self._reserved = sequence  # one at a time: two would take each other's room before they start
@@ -117,6 +139,8 @@ class Prefill:
         version = None if sequence.lease is not None else sequence.submit.version
         missed = draft.missed
         if version is not None:
+            if self._leases.is_over_budget(sequence):
+                return Lack.BUDGET
             if version in missed:
                 return Lack.TURN if self._leases.is_starved(version) else Lack.IMAGE
             if self._barrier is not None:
@@ -125,11 +149,7 @@ class Prefill:
             return Lack.TURN
         if not self._seating.has_pages(sequence):
             return Lack.PAGES
-        if version is None or self._leases.take(sequence, version, missed):
-            return None
-        if version not in missed:
-            return Lack.RANK_ROWS
-        return Lack.ARENA if self._leases.is_starved(version) else Lack.IMAGE
+        return None if version is None else self._leases.take(sequence, version, missed)
 
     def _start_ahead(self, sequence: Sequence, draft: Draft) -> bool:
         """Starts a sequence without its adapter where pages of the base's are to be computed; returns whether it did."""

@@ -53,7 +53,7 @@ class Relief:
         else:
             is_short = ledger.is_backlogged & (ledger.num_running < self._claim(ledger.weight))
         for account in lacking:
-            if account.is_backlogged and (self._seats or account.lacks is Lack.ARENA):
+            if account.is_backlogged and (self._seats or account.lacks in (Lack.ARENA, Lack.BUDGET)):
                 is_short[account.row] = self._is_short(account)
         ledger.num_hungry += 1
         ledger.num_hungry *= is_short
@@ -90,6 +90,8 @@ class Relief:
                 continue
             waiting = itertools.chain(account.returning, account.waiting)
             for sequence in tuple(itertools.islice(waiting, max(0, self._seats_due(account)))):
+                if sequence.lease is None and self._leases.is_over_budget(sequence):
+                    continue
                 if not self._make_room_for(sequence, preempt, has_pages, num_before=len(favoured)):
                     break
                 favoured.append(sequence)
@@ -129,7 +131,11 @@ class Relief:
 
     def _make_room_in_arena(self, account: Account, take_lease: Callable[[Sequence], None]) -> None:
         """Takes one adapter off the device, with the leases on it, and keeps its room for what a tenant waits for."""
-        waiting = (one.submit.version for one in itertools.chain(account.returning, account.waiting) if one.lease is None)
+        waiting = (
+            one.submit.version
+            for one in itertools.chain(account.returning, account.waiting)
+            if one.lease is None and not self._leases.is_over_budget(one)
+        )
         starved = next((version for version in waiting if version is not None and self._leases.is_starved(version)), None)
         if starved is None:
             return
@@ -162,7 +168,8 @@ class Relief:
                     users.setdefault(sequence.lease.version, []).append(sequence)
             for used, sequences in users.items():
                 is_its_alone = len(sequences) == self._leases.active[used]
-                if sequences[-1] is not holders[-1] and is_its_alone and self._leases.may_return(used):
+                frees = is_its_alone and self._leases.may_return(used) and not self._leases.is_pinned(used)
+                if sequences[-1] is not holders[-1] and frees:
                     return sequences
         return []
 

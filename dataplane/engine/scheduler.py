@@ -21,7 +21,7 @@ from dataplane.engine.prefix_cache import PrefixCache
 from dataplane.engine.requests import Requests
 from dataplane.engine.seating import Seating
 from dataplane.engine.sequence import Phase, Sequence
-from veneer.errors import InvalidArgumentError, Violation
+from veneer.errors import FailedPreconditionError, InvalidArgumentError, Violation
 
 
 class Scheduler:
@@ -109,6 +109,7 @@ class Scheduler:
             mask: What its grammar allows.
 
         Raises:
+            FailedPreconditionError: Its adapter alone exceeds a limit of its tenant.
             InvalidArgumentError: The id is in use, or the prompt does not leave room for one token.
             ResourceExhaustedError: Too many requests wait, or it would wait longer than its deadline allows.
         """
@@ -121,6 +122,7 @@ class Scheduler:
             )
         if submit.sampling.max_tokens < 1:
             raise InvalidArgumentError.of([Violation("sampling.max_tokens", "must be at least 1")])
+        self._leases.check(submit)
         self._admission.check(submit)
         deadline = None if submit.deadline_s is None else now + submit.deadline_s
         sequence = Sequence(submit, deadline=deadline, max_context=limit, chain=chain, keys=keys, mask=mask)
@@ -173,6 +175,15 @@ class Scheduler:
             where = "waiting" if sequence.phase is Phase.WAITING else f"generating token {sequence.num_output}"
             failed.append(Failed(sequence.submit.request_id, "DEADLINE_EXCEEDED", f"the deadline passed while {where}"))
             self._requests.end(sequence)
+        return failed
+
+    def refuse(self) -> list[Failed]:
+        """Ends every request that the last plan found to exceed a limit of its tenant for good."""
+        failed = []
+        for sequence, fault in self._prefill.take_refused():
+            if sequence.phase is Phase.WAITING:
+                failed.append(Failed(sequence.submit.request_id, FailedPreconditionError.status, fault))
+                self._requests.end(sequence)
         return failed
 
     def schedule(self) -> Plan | None:

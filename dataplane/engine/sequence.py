@@ -33,6 +33,8 @@ class Lack(enum.Enum):
     RANK_ROWS = "rank_rows"
     ARENA = "arena"
     """Its image is in host memory and finds no room on the device."""
+    BUDGET = "budget"
+    """Its tenant's limit of rank rows or of bytes in the arena is spent."""
     IMAGE = "image"
     """Its image is on the way to the device."""
     TURN = "turn"

@@ -75,6 +75,33 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """What a tenant's limit of the arena leaves for one version more, in bytes of whole units.
+
+    Attributes:
+        needed: What its copy takes.
+        used: What the copies charged to the tenant take.
+        busy: Of these, what cannot make room: leased, loading or pinned.
+        allowed: The limit.
+    """
+
+    needed: int
+    used: int
+    busy: int
+    allowed: int
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether it can never be loaded for the tenant."""
+        return self.needed > self.allowed
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it cannot be loaded for the tenant now."""
+        return self.busy + self.needed > self.allowed
+
+
+@dataclass(frozen=True, slots=True)
 class Holding:
     """One version in memory.
 

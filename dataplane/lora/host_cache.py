@@ -6,12 +6,14 @@ import re
 import shutil
 import stat
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from dataplane.lora.eviction import Policy, Usage, Victims
-from veneer.errors import InvalidArgumentError, ResourceExhaustedError
+from veneer.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 
 _ENDING = ".image"
 _VERSION = re.compile(r"[0-9a-z:_-]{1,160}")
@@ -21,6 +23,23 @@ _HALF_LIFE = 16_384
 
 class HostCacheFullError(ResourceExhaustedError):
     """There is no room for an image: all that could make room is in use, or the image is larger than the budget."""
+
+
+class TenantHostLimitError(FailedPreconditionError):
+    """An image is larger than what its tenant may have in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payer:
+    """Whose limit a file counts against.
+
+    Attributes:
+        tenant: Name of the tenant.
+        max_bytes: What its files may take together; 0 for no limit.
+    """
+
+    tenant: str
+    max_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +55,12 @@ class HostCache:
     """Which versions have an image file in the folder, and which file goes first: the one worth least (see `Usage`).
 
     A file is known from `add` on, or from the start when it lay there already, and every file counts in full. `reserve` makes
-    room before a file is written, so that the folder never exceeds the budget. It knows sizes and paths only; what is inside is
-    checked by `dataplane.lora.image.open_image` each time it is opened. A mapped file stays readable after it was deleted here.
-    A file is named after version and dtype: images of another dtype are of no use here, and go at the start.
+    room before a file is written, so that the folder never exceeds the budget, nor the files of a tenant its limit: those make
+    room for one another first. A file belongs to the tenant that held it first, and to nobody as long as none did.
+
+    It knows sizes and paths only; what is inside is checked by `dataplane.lora.image.open_image` each time it is opened. A mapped
+    file stays readable after it was deleted here. A file is named after version and dtype: images of another dtype are of no use
+    here, and go at the start.
 
     Any thread may call any method. Files are deleted under the lock, so that a file written anew is never the one deleted.
 
@@ -60,6 +82,8 @@ class HostCache:
         self._num_bytes = 0
         self._reserved: dict[str, int] = {}
         self._in_use: dict[str, int] = {}
+        self._payers: dict[str, Payer] = {}
+        self._booked: Counter[str] = Counter()
         self._hits = self._misses = self._evictions = 0
         folder.mkdir(parents=True, exist_ok=True)
         found = sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime_ns)
@@ -104,18 +128,22 @@ class HostCache:
             The versions whose files were deleted.
 
         Raises:
-            HostCacheFullError: There is no such room; nothing was deleted.
+            HostCacheFullError: There is no such room, in all or for the tenant; nothing was deleted.
+            TenantHostLimitError: It is larger than what its tenant may have.
             InvalidArgumentError: The version is no digest.
         """
         self.path(version)
         with self._lock:
-            self._reserved.pop(version, None)
-            evicted = self._make_room(size_bytes)
-            if evicted is None:
+            self._unreserve(version)
+            mine = self._make_room_of_tenant(version, size_bytes)
+            others = self._make_room(size_bytes - sum(self._files[one] for one in mine), besides=mine)
+            if others is None:
                 raise HostCacheFullError(f"no room for an image of {size_bytes} bytes in {self._max_bytes}", retry_after_s=1.0)
+            self._drop(mine)
             self._reserved[version] = size_bytes
-            self._delete(evicted)
-        return tuple(evicted)
+            self._book(version, size_bytes)
+            self._delete([*mine, *others])
+        return (*mine, *others)
 
     def add(self, version: str, *, size_bytes: int) -> tuple[str, ...]:
         """Notes that a version's file was written, of at most the reserved size.
@@ -124,9 +152,9 @@ class HostCache:
             The versions whose files had to go since this one is larger than was reserved.
         """
         with self._lock:
-            self._reserved.pop(version, None)
+            self._unreserve(version)
             self._keep(version, size_bytes)
-            evicted = self._make_room(0, keep=version) or []
+            evicted = self._make_room(0, besides=[version]) or []
             self._delete(evicted)
         return tuple(evicted)
 
@@ -145,13 +173,21 @@ class HostCache:
     def cancel(self, version: str) -> None:
         """Ends a reservation whose file was not written."""
         with self._lock:
-            self._reserved.pop(version, None)
+            self._unreserve(version)
+            self._forget_payer(version)
 
-    def hold(self, version: str) -> None:
-        """Notes a use of a version and keeps its file from making room until as many calls of `let_go`."""
+    def hold(self, version: str, payer: Payer | None = None) -> None:
+        """Notes a use of a version and keeps its file from making room until as many calls of `let_go`.
+
+        Args:
+            version: The version.
+            payer: Who uses it. A file that belongs to nobody becomes its, unless that would exceed its limit.
+        """
         with self._lock:
             self._victims.note(version)
             self._in_use[version] = self._in_use.get(version, 0) + 1
+            if payer is not None:
+                self._charge(version, payer)
 
     def let_go(self, version: str) -> None:
         """Takes back one `hold`."""
@@ -159,6 +195,8 @@ class HostCache:
             count = self._in_use.pop(version) - 1
             if count:
                 self._in_use[version] = count
+            else:
+                self._forget_payer(version)
 
     def remove(self, version: str) -> int:
         """Deletes a version's file (retired, quarantined, corrupt), held or not. Returns its bytes; 0 when there was none."""
@@ -203,22 +241,47 @@ class HostCache:
     def _used(self) -> int:
         return self._num_bytes + sum(self._reserved.values())
 
-    def _make_room(self, size_bytes: int, *, keep: str | None = None) -> list[str] | None:
+    def _make_room_of_tenant(self, version: str, size_bytes: int) -> list[str]:
+        """Returns which files of a version's tenant go so that it fits into the tenant's limit."""
+        payer = self._payers.get(version)
+        if payer is None or not payer.max_bytes:
+            return []
+        used = self._booked[payer.tenant] - self._files.get(version, 0)
+        if size_bytes > payer.max_bytes:
+            raise TenantHostLimitError(
+                f"the adapter takes {size_bytes} bytes of host memory; its tenant may have {payer.max_bytes} and uses {used}"
+            )
+        mine, rest = self._choose(used + size_bytes - payer.max_bytes, keep=[version], of=payer.tenant)
+        if rest > 0:
+            raise HostCacheFullError(
+                f"the adapter takes {size_bytes} bytes of host memory; its tenant may have {payer.max_bytes} and uses {used}",
+                retry_after_s=1.0,
+            )
+        return mine
+
+    def _make_room(self, size_bytes: int, *, besides: Sequence[str] = ()) -> list[str] | None:
         """Takes files out of the books until `size_bytes` fit; None, and no change, if they cannot."""
-        evicted, rest = self._choose(self._used() + size_bytes - self._max_bytes, keep=keep)
+        evicted, rest = self._choose(self._used() + size_bytes - self._max_bytes, keep=besides)
         if rest > 0:
             return None
         self._drop(evicted)
         return evicted
 
-    def _choose(self, excess: int, *, keep: str | None = None) -> tuple[list[str], int]:
-        """Returns the files that go, worth least first, and how much of the excess is left when all have gone that may."""
+    def _choose(self, excess: int, *, keep: Sequence[str] = (), of: str | None = None) -> tuple[list[str], int]:
+        """Returns the files that go, worth least first, and how much of the excess is left when all have gone that may.
+
+        Args:
+            excess: Bytes to free.
+            keep: Files that stay.
+            of: Tenant whose files alone may go; None for anybody's.
+        """
         chosen: list[str] = []
         if excess <= 0:
             return chosen, excess
         with closing(self._victims.in_order()) as victims:
             for version in victims:
-                if version not in self._in_use and version != keep:
+                payer = self._payers.get(version)
+                if version not in self._in_use and version not in keep and (of is None or (payer and payer.tenant == of)):
                     chosen.append(version)
                     excess -= self._files[version]
                     if excess <= 0:
@@ -226,15 +289,50 @@ class HostCache:
         return chosen, excess
 
     def _keep(self, version: str, size_bytes: int) -> None:
+        payer = self._payers.get(version)
         self._forget(version)
+        if payer is not None:
+            self._payers[version] = payer
         self._files[version] = size_bytes
         self._num_bytes += size_bytes
+        self._book(version, size_bytes)
         self._victims.note(version, uses=0)
         self._victims.add(version, size=size_bytes)
 
     def _forget(self, version: str) -> None:
-        self._num_bytes -= self._files.pop(version, 0)
+        size_bytes = self._files.pop(version, 0)
+        self._num_bytes -= size_bytes
+        self._book(version, -size_bytes)
         self._victims.discard(version)
+        self._forget_payer(version)
+
+    def _unreserve(self, version: str) -> None:
+        self._book(version, -self._reserved.pop(version, 0))
+
+    def _charge(self, version: str, payer: Payer) -> None:
+        """Makes a version a tenant's: one that is nobody's, or that is not here yet and whose tenant may have less."""
+        size_bytes = self._files.get(version, 0) + self._reserved.get(version, 0)
+        old = self._payers.get(version)
+        if old is not None and old.tenant == payer.tenant:
+            self._payers[version] = payer
+            return
+        is_more = old is not None and old.max_bytes and (not payer.max_bytes or payer.max_bytes > old.max_bytes)
+        fits = not payer.max_bytes or self._booked[payer.tenant] + size_bytes <= payer.max_bytes
+        if fits and (old is None or (is_more and not size_bytes)):
+            self._payers[version] = payer
+            self._book(version, size_bytes)
+
+    def _book(self, version: str, size_bytes: int) -> None:
+        payer = self._payers.get(version)
+        if payer is not None and size_bytes:
+            self._booked[payer.tenant] += size_bytes
+            if not self._booked[payer.tenant]:
+                del self._booked[payer.tenant]
+
+    def _forget_payer(self, version: str) -> None:
+        """Forgets whose a version was that is neither here, nor on its way, nor used."""
+        if version not in self._files and version not in self._reserved and version not in self._in_use:
+            self._payers.pop(version, None)
 
     def _drop(self, versions: list[str]) -> None:
         for version in versions:

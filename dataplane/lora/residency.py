@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 
+from dataplane.lora.charges import Charges
 from dataplane.lora.entries import Entry
 from dataplane.lora.eviction import Policy, Usage, Victims
-from dataplane.lora.holdings import Counters, Evicted, Holding, Lease, LoadPlan, Loss
+from dataplane.lora.holdings import Budget, Counters, Evicted, Holding, Lease, LoadPlan, Loss
 from dataplane.lora.shares import Shares
 from dataplane.lora.units import Units
 from dataplane.lora.wants import Want, Wants
@@ -33,6 +35,9 @@ class Residency:
     But what was loaded because it was due stays for its first lease, or it would be due again, and loaded in vain, for ever.
 
     Which wanted version is loaded next is said by `Wants`; one that is due has the next room, whatever the quantum of others.
+
+    Above shares stand limits: what the copies charged to a tenant take together never exceeds its own. Its idle copies make room
+    for its loads then, and where they do not suffice it waits, and holds nobody up. A pinned copy makes room for nothing.
 
     Any thread may call any method: scheduler and prefetcher meet here.
 
@@ -67,6 +72,9 @@ class Residency:
         self._epoch = 0
         self._lease_id = 0
         self._hits = self._misses = self._loads = self._failures = self._evictions = 0
+        self._charges = Charges(self._shares, needed=self._units_of, idle=self._unused)
+        self._pins: dict[str, str] = {}
+        self._freed: list[Evicted] = []
 
     def stage(self, version: str, *, rank: int, blocks: Sequence[int], loss: Loss | None = None) -> None:
         """Notes that a version's image lies in host memory; doing it again changes nothing.
@@ -88,6 +96,8 @@ class Residency:
             entry.in_host, entry.dropped = True, False
             if entry.place == "host":
                 entry.rank, entry.blocks, entry.loss = rank, tuple(blocks), loss
+                if version in self._pins:
+                    self._wants.add(version, self._pins[version], weight=1)
             elif entry.place == "device":
                 self._offer(entry)
 
@@ -102,6 +112,8 @@ class Residency:
             The device copy that was freed now; None: there is none, or leases are held.
         """
         with self._lock:
+            if drop_device:
+                self._pins.pop(version, None)
             entry = self._entries.get(version)
             if entry is None:
                 return None
@@ -111,16 +123,16 @@ class Residency:
                 self._offer(entry)
             return self._settle(entry)
 
-    def want(self, version: str, tenant: str = "", *, weight: int = 1) -> bool:
+    def want(self, version: str, tenant: str = "", *, weight: int = 1, max_bytes: int = 0) -> bool:
         """Notes that a request of a tenant waits for a version, until `withdraw`; returns whether the device has it."""
         with self._lock:
-            entry = self._find(version, tenant, weight)
+            entry = self._find(version, tenant, weight, self._limit_of(max_bytes))
             if entry is not None:
                 entry.awaited = True
             return entry is not None
 
-    def acquire(self, version: str, tenant: str = "", *, weight: int = 1) -> Lease | None:
-        """Takes a lease on a version's device copy, or returns None and remembers it as wanted.
+    def acquire(self, version: str, tenant: str = "", *, weight: int = 1, max_bytes: int = 0) -> Lease | None:
+        """Takes a lease on a version's device copy, or returns None and remembers it as wanted where the device does not have it.
 
         Whoever got None calls again later. Once nobody waits for the version any more, `withdraw` says so.
 
@@ -128,16 +140,17 @@ class Residency:
             version: Digest of the version.
             tenant: Who uses it, and pays for the copy.
             weight: That tenant's share relative to others.
+            max_bytes: What copies charged to the tenant may take, in whole units; 0 for no limit.
         """
         with self._lock:
-            entry = self._find(version, tenant, weight)
-            if entry is None:
+            limit = self._limit_of(max_bytes)
+            entry = self._find(version, tenant, weight, limit)
+            if entry is None or not self._charge(entry, tenant, limit):
                 return None
             self._lease_id += 1
             entry.leases[self._lease_id] = tenant
             entry.owed = False
-            self._shares.claim(tenant, weight=weight)
-            self._charge(entry, tenant)
+            self._shares.claim(tenant, weight=weight, max_units=limit)
             entry.uses += 1
             self._touch(entry, uses=1)
             self._hits += 1
@@ -164,9 +177,50 @@ class Residency:
     def withdraw(self, version: str) -> None:
         """Notes that no request waits for a version any more: it is neither loaded nor kept for a lease to come."""
         with self._lock:
-            self._wants.drop(version)
+            if version not in self._pins:
+                self._wants.drop(version)
             if entry := self._entries.get(version):
                 entry.awaited = False
+
+    def pin(self, version: str, owner: str) -> None:
+        """Has a version loaded as if a request of its owner waited for it, and kept; its owner pays for the copy meanwhile."""
+        with self._lock:
+            self._pins[version] = owner
+            entry = self._find(version, owner, 1, self._shares.limit(owner))
+            if entry is not None:
+                self._charges.rebook(entry, owner)
+
+    def unpin(self, version: str) -> None:
+        """Lets a version's copy make room again; unknown versions are ignored."""
+        with self._lock:
+            self._pins.pop(version, None)
+            if entry := self._entries.get(version):
+                entry.awaited = False  # by the pin
+
+    def is_pinned(self, version: str) -> bool:
+        """Whether a version is pinned."""
+        with self._lock:
+            return version in self._pins
+
+    def budget(self, version: str, tenant: str, *, max_bytes: int) -> Budget | None:
+        """Returns what a tenant's limit leaves for a version; None where that does not matter.
+
+        It does not where there is no limit, no image yet, or a copy that the tenant pays for or uses.
+        """
+        with self._lock:
+            limit, entry = self._limit_of(max_bytes), self._entries.get(version)
+            if limit is None or entry is None or not entry.blocks:
+                return None
+            if entry.place != "host" and tenant in (entry.tenant, *entry.leases.values()):
+                return None
+            units = (self._units_of(entry), self._charges.booked(tenant), self._charges.busy(tenant), limit)
+            return Budget(*(number * self._units.unit_bytes for number in units))
+
+    def take_freed(self) -> list[Evicted]:
+        """Returns the copies that made way for a tenant's limit since the last call, with the slots that they had."""
+        with self._lock:
+            freed, self._freed = self._freed, []
+            return freed
 
     def reserve(self, version: str) -> None:
         """Lets a wanted version have the next room: nothing else is loaded before it."""
@@ -176,12 +230,14 @@ class Residency:
     def evict(self, version: str) -> Evicted | None:
         """Frees a version's device copy as soon as no lease is held, and gives out no more; it may be loaded again.
 
+        A pinned one stays.
+
         Returns:
             The copy, if it was freed now.
         """
         with self._lock:
             entry = self._entries.get(version)
-            if entry is None or entry.place != "device":
+            if entry is None or entry.place != "device" or version in self._pins:
                 return None
             entry.leaving = True
             return self._settle(entry)
@@ -228,13 +284,18 @@ class Residency:
         """
         with self._lock:
             no_room: set[tuple[str, tuple[int, ...]]] = set()  # hundreds may wait, and most are alike
-            for version in self._wants.in_turn(self._is_loadable):
+            busy: dict[str, int] = {}
+
+            def is_loadable(version: str) -> bool:
+                return self._is_loadable(version, busy)
+
+            for version in self._wants.in_turn(is_loadable):
                 entry, want = self._entries[version], self._wants[version]
                 if (want.tenant, entry.blocks) in no_room:
                     continue
                 plan = self._plan(entry, want)
                 if plan is not None:
-                    self._wants.pass_over(version, self._is_loadable)
+                    self._wants.pass_over(version, is_loadable)
                     return plan
                 no_room.add((want.tenant, entry.blocks))
             return None
@@ -301,13 +362,19 @@ class Residency:
     def _plan(self, entry: Entry, want: Want) -> LoadPlan | None:
         """Takes a slot and units for a load, evicting until it fits; or changes nothing and returns None."""
         units, needed = self._units.copy(), self._units.needed(entry.blocks)
-        extents = units.take(entry.blocks) if self._free_slots else None
-        victims: list[Entry] = []
+        idle = functools.partial(self._idle_copies, want, needed, entry)
+        victims = self._charges.making_way(entry, want.tenant, self._limit_on(entry.version), idle)
+        if victims is None:
+            return None
+        for victim in victims:
+            units.give(victim.extents)
+        extents = units.take(entry.blocks) if self._free_slots or victims else None
         if extents is None:
-            idle = self._idle_copies(want, needed, is_due=self._wants.is_due(entry.version))
-            if units.free + sum(copy.num_units for copy in idle) < needed:
+            gone = {victim.version for victim in victims}
+            rest = [copy for copy in idle() if copy.version not in gone]
+            if units.free + sum(copy.num_units for copy in rest) < needed:
                 return None
-            for victim in self._shares.in_order(idle, loader=want.tenant, more=needed):
+            for victim in self._shares.in_order(rest, loader=want.tenant, more=needed):
                 victims.append(victim)
                 units.give(victim.extents)
                 extents = units.take(entry.blocks)
@@ -315,50 +382,92 @@ class Residency:
                     break
         if extents is None:
             return None
+        evicted = self._evict(victims)
+        self._units = units
+        entry.slot, entry.extents, entry.place = self._free_slots.pop(), extents, "loading"
+        entry.owed = self._wants.is_due(entry.version)
+        self._charges.book(entry, want.tenant)
+        return LoadPlan(entry.version, entry.slot, extents, evicted)
+
+    def _evict(self, victims: Sequence[Entry]) -> tuple[Evicted, ...]:
+        """Frees copies that make room."""
         evicted = tuple(Evicted(victim.version, victim.slot) for victim in victims)
         for victim in victims:
             self._free(victim)
             self._evictions += 1
             self._forget_if_gone(victim)
-        self._units = units
-        entry.slot, entry.extents, entry.place = self._free_slots.pop(), extents, "loading"
-        entry.tenant, entry.owed = want.tenant, self._wants.is_due(entry.version)
-        self._shares.charge(entry.tenant, entry.num_units)
-        return LoadPlan(entry.version, entry.slot, extents, evicted)
+        return evicted
 
-    def _idle_copies(self, want: Want, needed: int, *, is_due: bool) -> list[Entry]:
+    def _unused(self) -> list[Entry]:
+        """Returns the copies that nobody uses and nobody pinned, worth least first."""
+        copies = map(self._entries.__getitem__, self._victims.in_order())
+        return [copy for copy in copies if not copy.leases and copy.version not in self._pins]
+
+    def _idle_copies(self, want: Want, needed: int, wanted: Entry) -> list[Entry]:
         """Returns the copies that may make room for a wanted version, in the order in which they go."""
+        is_due = self._wants.is_due(wanted.version)
         idle = [
             copy
-            for copy in map(self._entries.__getitem__, self._victims.in_order())
-            if not copy.leases
-            and (
-                not copy.awaited
-                or copy.served >= self._quantum_tokens
-                or is_due
-                or (not copy.owed and self._shares.yields(copy.tenant, loader=want.tenant, more=needed))
-            )
+            for copy in self._unused()
+            if not copy.awaited
+            or copy.served >= self._quantum_tokens
+            or is_due
+            or (not copy.owed and self._shares.yields(copy.tenant, loader=want.tenant, more=needed))
         ]
         return sorted(idle, key=lambda copy: copy.awaited)
 
-    def _find(self, version: str, tenant: str, weight: int) -> Entry | None:
+    def _find(self, version: str, tenant: str, weight: int, limit: int | None) -> Entry | None:
         """Returns a version's device copy, or None after remembering it as wanted."""
         entry = self._entries.get(version)
         if entry is not None and entry.place == "device" and not entry.dropped and not entry.leaving:
             return entry
-        self._misses += self._wants.add(version, tenant, weight=weight)
+        is_new = self._wants.add(version, tenant, weight=weight, max_units=limit)
+        self._misses += is_new
+        self._shares.restrict(tenant, limit)
+        if not is_new and entry is not None and (payer := self._wants[version].tenant) != tenant:
+            is_kept = not self._charges.admits(entry, payer, self._limit_on(version))
+            if is_kept and self._charges.admits(entry, tenant, limit):
+                self._wants.hand_over(version, tenant, weight=weight, max_units=limit)
         return None
 
-    def _charge(self, entry: Entry, tenant: str) -> None:
-        """Makes a tenant pay for a copy."""
-        if entry.tenant != tenant:
-            self._shares.discharge(entry.tenant, entry.num_units)
-            self._shares.charge(tenant, entry.num_units)
-            entry.tenant = tenant
+    def _charge(self, entry: Entry, tenant: str, limit: int | None) -> bool:
+        """Makes a tenant pay for a copy that it uses; within its limit, or else the copy stays with a payer that uses it too.
 
-    def _is_loadable(self, version: str) -> bool:
+        Returns:
+            Whether somebody who uses it pays for it now; else nothing was changed.
+        """
+        if entry.tenant == tenant or entry.version in self._pins:
+            return True
+        gone = self._charges.making_way(entry, tenant, limit, self._unused)
+        if gone is None:
+            return entry.tenant in entry.leases.values()
+        self._freed += self._evict(gone)
+        self._charges.rebook(entry, tenant)
+        return True
+
+    def _limit_of(self, max_bytes: int) -> int | None:
+        return max_bytes // self._units.unit_bytes if max_bytes else None
+
+    def _limit_on(self, version: str) -> int | None:
+        """Returns the limit that a load of a wanted version meets: a pin meets none."""
+        return None if version in self._pins else self._shares.limit(self._wants[version].tenant)
+
+    def _units_of(self, entry: Entry) -> int:
+        """Returns the units that its copy takes in one piece."""
+        return self._units.needed(entry.blocks)
+
+    def _is_loadable(self, version: str, busy: dict[str, int]) -> bool:
+        """Whether a version could be loaded if there was room; what is busy of a tenant is looked up once."""
         entry = self._entries.get(version)
-        return entry is not None and entry.in_host and entry.place == "host" and not entry.dropped
+        if entry is None or not entry.in_host or entry.place != "host" or entry.dropped:
+            return False
+        tenant = self._wants[version].tenant
+        limit = self._limit_on(version)
+        if limit is None:
+            return True
+        if tenant not in busy:
+            busy[tenant] = self._charges.busy(tenant)
+        return busy[tenant] + self._units_of(entry) <= limit
 
     def _is_missing(self, version: str) -> bool:
         entry = self._entries[version]
@@ -381,8 +490,8 @@ class Residency:
 
     def _free(self, entry: Entry) -> None:
         self._victims.discard(entry.version)
+        self._charges.unbook(entry)
         self._units.give(entry.extents)
-        self._shares.discharge(entry.tenant, entry.num_units)
         self._free_slots.append(entry.slot)
         entry.slot, entry.extents, entry.place = -1, (), "host"
         entry.awaited = entry.leaving = False

@@ -1,4 +1,4 @@
-"""Shares of the arena: how much of it each tenant holds, and whose copies go first. Integers and floats only."""
+"""Shares of the arena: how much of it each tenant holds, may hold, and whose copies go first. Integers and floats only."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Shares:
 
     A copy counts as its units or, where slots are scarcer than bytes, as a slot's part of all units.
 
-    Only tenants that hold a lease or wait for a load have a share: what others left behind goes by recency alone, so that no
-    memory is kept for those who do not ask for it.
+    Only tenants that hold a lease or wait for a load have a share, and a limit: what others left behind goes by recency alone, so
+    that no memory is kept for those who do not ask for it.
 
     Args:
         num_units: Units of the arena.
@@ -39,6 +39,7 @@ class Shares:
         self._num_units = num_units
         self._num_slots = num_slots
         self._held: Counter[str] = Counter()
+        self._limits: dict[str, int] = {}
         self._claims: Counter[str] = Counter()
         self._weights: dict[str, int] = {}
         self._total_weight = 0
@@ -57,9 +58,10 @@ class Shares:
         if not self._held[tenant]:
             del self._held[tenant]
 
-    def claim(self, tenant: str, *, weight: int) -> None:
-        """Notes that a tenant holds one lease more, or waits for one load more."""
+    def claim(self, tenant: str, *, weight: int, max_units: int | None = None) -> None:
+        """Notes that a tenant holds one lease more, or waits for one load more, and what its limit is now."""
         self._claims[tenant] += 1
+        self.restrict(tenant, max_units)
         self._total_weight += weight - self._weights.get(tenant, 0)
         self._weights[tenant] = weight
 
@@ -68,7 +70,19 @@ class Shares:
         self._claims[tenant] -= 1
         if not self._claims[tenant]:
             del self._claims[tenant]
+            self._limits.pop(tenant, None)
             self._total_weight -= self._weights.pop(tenant)
+
+    def restrict(self, tenant: str, max_units: int | None) -> None:
+        """Notes what the limit of a tenant is now, if it has a share; None for no limit."""
+        if max_units is None:
+            self._limits.pop(tenant, None)
+        elif self._claims[tenant]:
+            self._limits[tenant] = max_units
+
+    def limit(self, tenant: str) -> int | None:
+        """Returns the units that copies charged to a tenant may take; None for no limit."""
+        return self._limits.get(tenant)
 
     def excess(self, tenant: str, *, more: int = 0) -> float:
         """Returns by how many units a tenant that has a share is above it; below 0 it may have more.

@@ -13,7 +13,7 @@ class Want:
     """A load that is waited for. Owned by `Wants`.
 
     Attributes:
-        tenant: Who asked first.
+        tenant: Who pays: who asked first, or after it the first that is not kept from it by its limit.
         passed_over: Loads that went first although this one was asked for before them.
     """
 
@@ -46,13 +46,20 @@ class Wants:
     def __getitem__(self, version: str) -> Want:
         return self._wants[version]
 
-    def add(self, version: str, tenant: str, *, weight: int) -> bool:
+    def add(self, version: str, tenant: str, *, weight: int, max_units: int | None = None) -> bool:
         """Notes that a tenant waits for a version; returns whether nobody did before."""
         if version in self._wants:
             return False
         self._wants[version] = Want(tenant)
-        self._shares.claim(tenant, weight=weight)
+        self._shares.claim(tenant, weight=weight, max_units=max_units)
         return True
+
+    def hand_over(self, version: str, tenant: str, *, weight: int, max_units: int | None = None) -> None:
+        """Makes another tenant the one for which a version is loaded, and which pays for it."""
+        want = self._wants[version]
+        self._shares.claim(tenant, weight=weight, max_units=max_units)
+        self._shares.disclaim(want.tenant)
+        want.tenant = tenant
 
     def drop(self, version: str) -> bool:
         """Notes that nobody waits for a version any more; returns whether somebody did."""

@@ -39,7 +39,7 @@ class Loader:
         self.ready = True
         self.missing: dict[str, VeneerError | None] = {}
 
-    def ensure(self, version: str, tenant: str = "") -> Claim:
+    def ensure(self, version: str, tenant: str = "", *, max_bytes: int = 0) -> Claim:
         self.held += 1
         self.asked.append((version, tenant))
         ready = self.ready and version not in self.missing

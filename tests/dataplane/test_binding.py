@@ -52,7 +52,7 @@ def test_an_arm_that_is_not_ready_is_refused() -> None:
 def test_a_version_starts_where_it_is_last_invoked(invocation: tuple[int, ...], active_from: int) -> None:
     said = answer(resolution(1, invocation=invocation))
     served = bound(said)
-    assert activate(served, said, (1, 2, 3, 4, 2, 3)) == Binding(served, active_from)
+    assert activate(served, said, (1, 2, 3, 4, 2, 3)) == Binding(served, active_from, rank=8)
 
 
 def test_each_arm_is_invoked_by_its_own_tokens() -> None:

@@ -13,7 +13,7 @@ from dataplane.engine.limits import Limits
 from dataplane.engine.messages import Sampling, Submit
 from dataplane.engine.plan import Outcome, Picks, Plan, PlannedRows
 from dataplane.engine.scheduler import Scheduler
-from dataplane.lora.holdings import Lease, LoadPlan
+from dataplane.lora.holdings import Budget, Lease, LoadPlan
 from dataplane.lora.residency import Residency
 
 
@@ -35,7 +35,7 @@ class FakeAdapters:
         self.seen = set(self.resident)
         self.load_bytes = 0
 
-    def acquire(self, version: str, tenant: str = "", *, weight: int = 1) -> Lease | None:
+    def acquire(self, version: str, tenant: str = "", *, weight: int = 1, max_bytes: int = 0) -> Lease | None:
         self.weights[tenant] = weight
         if version not in self.resident:
             return None
@@ -58,6 +58,12 @@ class FakeAdapters:
 
     def is_starved(self, version: str) -> bool:
         return version in self.starved
+
+    def budget(self, version: str, tenant: str, *, max_bytes: int) -> Budget | None:
+        return None
+
+    def is_pinned(self, version: str) -> bool:
+        return False
 
     def reserve(self, version: str) -> None:
         self.reserved.append(version)
@@ -215,6 +221,8 @@ class Loop:
 
     def turn(self) -> bool:
         plan = self.scheduler.schedule()
+        for refused in self.scheduler.refuse():
+            self.failed[refused.request_id] = refused.status
         ran = plan is not None and plan.num_tokens > 0
         if plan is not None and ran:
             self.plans.append(plan)
@@ -257,6 +265,7 @@ def assert_idle(scheduler: Scheduler, adapters: FakeAdapters | None = None) -> N
     assert set(scheduler._seating.decoders._members) == {None}
     assert scheduler._seating._leaving == []
     assert (scheduler._leases.active, scheduler._leases.num_rank_rows, scheduler._leases._awaited) == ({}, 0, {})
+    assert scheduler._leases._budget._uses == {}
     tenants = scheduler._tenants
     assert (tenants._num_active, tenants.weights, tenants._parked, list(tenants.active)) == (0, 0, {}, [])
     assert all(tenants.queue_of(name) == (0, 0) for name in tenants._accounts)
@@ -277,6 +286,7 @@ class ArenaAdapters:
         self.release, self.withdraw = self.residency.release, self.residency.withdraw
         self.reserve, self.evict, self.excess_of = self.residency.reserve, self.residency.evict, self.residency.excess_of
         self.yields, self.may_return = self.residency.yields, self.residency.may_return
+        self.budget, self.is_pinned = self.residency.budget, self.residency.is_pinned
         for version, units in versions.items():
             self.residency.stage(version, rank=int(version.split("r")[1]), blocks=[1] * units)
         self._loading: LoadPlan | None = None

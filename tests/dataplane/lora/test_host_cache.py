@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dataplane.lora.eviction import Recency
-from dataplane.lora.host_cache import HostCache, HostCacheFullError
+from dataplane.lora.host_cache import HostCache, HostCacheFullError, Payer, TenantHostLimitError
 from dataplane.lora.image import open_image
 from veneer.errors import InvalidArgumentError
 
@@ -191,3 +194,94 @@ write_image(pathlib.Path(sys.argv[1]), image)
     cache = HostCache(path.parent, dtype="float32", max_bytes=1 << 20)
     assert list(cache.versions()) == whole == [open_image(cache.path(version)).version for version in cache.versions()]
     assert len(list(path.parent.iterdir())) == len(whole)
+
+
+X = Payer("x", 60)
+
+
+def test_files_of_a_tenant_at_its_limit_make_room_for_one_another_and_for_nobody_elses(cache):
+    cache.hold("y1", Payer("y"))
+    put(cache, "y1", 30)
+    cache.let_go("y1")
+    for version in ("a", "b", "c"):
+        cache.hold(version, X)
+        evicted = put(cache, version, 25)
+        cache.let_go(version)
+        assert evicted == (() if version != "c" else ("a",))
+    assert cache.num_bytes == 80
+    assert "y1" in cache.versions()
+
+
+def test_a_file_beyond_its_tenants_limit_waits_while_the_others_are_in_use_and_is_refused_where_it_never_fits(cache):
+    cache.hold("a", X)
+    put(cache, "a", 40)
+    cache.hold("b", X)
+    with pytest.raises(HostCacheFullError, match="takes 30 bytes of host memory; its tenant may have 60 and uses 40"):
+        cache.reserve("b", size_bytes=30)
+    with pytest.raises(TenantHostLimitError, match="takes 61 bytes of host memory; its tenant may have 60 and uses 40"):
+        cache.reserve("b", size_bytes=61)
+    cache.let_go("a")
+    assert put(cache, "b", 30) == ("a",)
+    assert put(cache, "nobodys", 65) == ()
+
+
+def test_a_file_that_comes_after_its_request_left_is_still_its_tenants(cache):
+    cache.hold("a", X)
+    cache.reserve("a", size_bytes=40)
+    cache.let_go("a")
+    cache.path("a").write_bytes(b"")
+    cache.add("a", size_bytes=40)
+    assert cache._booked == {"x": 40}
+
+
+def test_a_version_that_another_tenant_may_have_is_charged_to_it(cache):
+    cache.hold("a", X)
+    cache.hold("a", Payer("y"))
+    put(cache, "a", 70)
+    assert cache._booked == {"y": 70}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["hold", "let_go", "reserve", "add", "cancel", "remove"]),
+            st.sampled_from("abcdef"),
+            st.integers(1, 40),
+            st.sampled_from([None, Payer("x", 60), Payer("y", 35), Payer("z")]),
+        ),
+        max_size=60,
+    )
+)
+def test_no_tenant_exceeds_its_limit_and_every_byte_is_charged_once(tmp_path_factory, moves):
+    cache = HostCache(tmp_path_factory.mktemp("cache"), dtype="float32", max_bytes=100)
+    held, reserved = Counter(), {}
+    for verb, version, size, payer in moves:
+        if verb == "hold":
+            cache.hold(version, payer)
+            held[version] += 1
+        elif verb == "let_go" and held[version]:
+            cache.let_go(version)
+            held[version] -= 1
+        elif verb == "reserve" and version not in reserved:
+            try:
+                evicted = cache.reserve(version, size_bytes=size)
+            except (HostCacheFullError, TenantHostLimitError):
+                continue
+            assert not any(held[gone] for gone in evicted)
+            reserved[version] = size
+        elif verb == "add" and version in reserved:
+            cache.path(version).write_bytes(b"")
+            cache.add(version, size_bytes=reserved.pop(version))
+        elif verb == "cancel" and version in reserved:
+            cache.cancel(version)
+            del reserved[version]
+        elif verb == "remove" and version not in reserved:
+            cache.remove(version)
+        assert cache.num_bytes <= 100
+        assert cache._booked["x"] <= 60
+        assert cache._booked["y"] <= 35
+        booked = Counter()
+        for known, owner in cache._payers.items():
+            booked[owner.tenant] += cache._files.get(known, 0) + cache._reserved.get(known, 0)
+        assert +booked == cache._booked
+        assert set(cache._payers) <= {*cache._files, *cache._reserved, *cache._in_use}

@@ -5,13 +5,15 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from tests.dataplane.lora.loading import make, places, stage
+from tests.dataplane.lora.loading import UNIT, make, places, stage
 
 VERSIONS = st.sampled_from([f"v{number}" for number in range(6)])
+LIMITS = {"x": 3 * UNIT + 5, "y": 0, "z": 2 * UNIT}
+"""Bytes that a tenant's copies may take; 0 is no limit."""
 
 
 class AgainstAModel(RuleBasedStateMachine):
-    """Leased versions stay, units are conserved, no slot or unit is shared, no epoch comes twice."""
+    """Leased and pinned versions stay, no slot or unit is lost or shared, no epoch comes twice, no limit is passed."""
 
     leases = Bundle("leases")
     plans = Bundle("plans")
@@ -26,14 +28,20 @@ class AgainstAModel(RuleBasedStateMachine):
         self.staged: set[str] = set()
         self.wants: set[str] = set()
         self.epochs: list[int] = []
+        self.pinned: dict[str, str] = {}
+        self.beyond: set[str] = set()
 
     @rule(version=VERSIONS)
     def stage(self, version):
         stage(self.residency, version, self.size[version])
         self.staged.add(version)
+        if version in self.pinned and version not in self.device and version not in self.loading:
+            self.wants.add(version)
 
     @rule(version=VERSIONS, drop=st.booleans())
     def unstage(self, version, drop):
+        if drop:
+            self.pinned.pop(version, None)
         freed = self.residency.unstage(version, drop_device=drop)
         if freed is not None:
             assert not self.leased(version)
@@ -42,11 +50,19 @@ class AgainstAModel(RuleBasedStateMachine):
             assert self.residency.arena_bytes(version) == 0
         self.staged.discard(version)
 
-    @rule(target=leases, version=VERSIONS, tenant=st.sampled_from("xy"))
+    @rule(target=leases, version=VERSIONS, tenant=st.sampled_from("xyz"))
     def acquire(self, version, tenant):
-        lease = self.residency.acquire(version, tenant, weight=1 + (tenant == "y"))
+        budget = self.residency.budget(version, tenant, max_bytes=LIMITS[tenant])
+        lease = self.residency.acquire(version, tenant, weight=1 + (tenant == "y"), max_bytes=LIMITS[tenant])
+        for freed in self.residency.take_freed():
+            assert not self.leased(freed.version)
+            assert freed.version not in self.pinned
+            assert self.device.pop(freed.version)[0].slot == freed.slot
         if lease is None:
-            self.wants.add(version)
+            if not self.is_given(version):
+                self.wants.add(version)
+            else:
+                assert budget.is_spent
             return multiple()
         plan, epoch = self.device[version]
         assert (lease.slot, lease.epoch, lease.version) == (plan.slot, epoch, version)
@@ -67,7 +83,28 @@ class AgainstAModel(RuleBasedStateMachine):
     @rule(version=VERSIONS)
     def withdraw(self, version):
         self.residency.withdraw(version)
-        self.wants.discard(version)
+        if version not in self.pinned:
+            self.wants.discard(version)
+
+    @rule(version=VERSIONS, owner=st.sampled_from("xyz"))
+    def pin(self, version, owner):
+        self.residency.pin(version, owner)
+        self.pinned[version] = owner
+        self.beyond.add(owner)
+        if not self.is_given(version):
+            self.wants.add(version)
+
+    @rule(version=VERSIONS)
+    def unpin(self, version):
+        self.residency.unpin(version)
+        self.pinned.pop(version, None)
+
+    @rule(version=VERSIONS)
+    def evict(self, version):
+        is_idle = version in self.device and not self.leased(version) and version not in self.pinned
+        assert (self.residency.evict(version) is not None) <= is_idle
+        if is_idle:
+            del self.device[version]
 
     @rule(target=plans)
     def next_load(self):
@@ -78,6 +115,7 @@ class AgainstAModel(RuleBasedStateMachine):
         assert plan.version not in self.device
         for evicted in plan.evicted:
             assert not self.leased(evicted.version)
+            assert evicted.version not in self.pinned
             assert self.device.pop(evicted.version)[0].slot == evicted.slot
         self.loading[plan.version] = plan
         return plan
@@ -101,15 +139,15 @@ class AgainstAModel(RuleBasedStateMachine):
             self.wants.discard(plan.version)
 
     @precondition(lambda self: not self.held and not self.loading)
-    @rule(version=VERSIONS)
-    def an_idle_device_takes_any_version(self, version):
+    @rule(version=VERSIONS, tenant=st.sampled_from("xyz"))
+    def an_idle_device_takes_any_version_within_the_limit(self, version, tenant):
         for other in self.size:
-            self.residency.withdraw(other)
-            self.wants.discard(other)
-        if version in self.device:
+            self.unpin(other)
+            self.withdraw(other)
+        if version in self.device or (LIMITS[tenant] and self.size[version] * UNIT > LIMITS[tenant]):
             return
         self.stage(version)
-        assert self.residency.acquire(version) is None
+        assert self.residency.acquire(version, tenant, max_bytes=LIMITS[tenant]) is None
         self.wants.add(version)
         self.commit(self.next_load_of(version))
 
@@ -121,6 +159,14 @@ class AgainstAModel(RuleBasedStateMachine):
             del self.device[evicted.version]
         self.loading[version] = plan
         return plan
+
+    def is_given(self, version):
+        """Whether the device has a copy of which leases are given."""
+        entry = self.residency._entries.get(version)
+        return version in self.device and not entry.dropped and not entry.leaving
+
+    def payer(self, version):
+        return self.residency._entries[version].tenant
 
     def leased(self, version):
         return any(lease.version == version for lease in self.held.values())
@@ -148,6 +194,14 @@ class AgainstAModel(RuleBasedStateMachine):
         assert sum(shares._held.values()) == sum(sizes), "every copy is charged to somebody"
         assert sum(shares._claims.values()) == len(self.held) + len(self.wants)
         assert set(units) <= set(range(6))
+        for tenant, limit in LIMITS.items():
+            mine = [version for version in (*self.device, *self.loading) if self.payer(version) == tenant]
+            booked = sum(self.size[version] for version in mine)
+            assert self.residency._charges.booked(tenant) == booked
+            if not limit or booked * UNIT <= limit:
+                self.beyond.discard(tenant)
+            assert not limit or booked * UNIT <= limit or tenant in self.beyond, "a pin alone may pass its owner's limit"
+            self.beyond |= set(self.pinned.values())
         assert set(slots) <= set(range(3))
 
     @invariant()

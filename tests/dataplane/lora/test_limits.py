@@ -1,0 +1,118 @@
+"""What a tenant's copies may take together, pins, and who pays for what several tenants use."""
+
+from __future__ import annotations
+
+from tests.dataplane.lora.loading import UNIT, make, next_victims, places, stage
+
+
+def bring(residency, version, units=1, tenant="", max_units=0):
+    """As `load`, within a limit."""
+    stage(residency, version, units)
+    assert residency.acquire(version, tenant, max_bytes=max_units * UNIT) is None
+    plan = residency.next_load()
+    residency.commit(plan)
+    lease = residency.acquire(version, tenant, max_bytes=max_units * UNIT)
+    residency.withdraw(version)
+    return lease
+
+
+def test_a_load_beyond_the_limit_takes_the_room_of_the_tenants_own_idle_copies_though_there_is_other_room():
+    residency = make(max_slots=8, num_units=8)
+    for version in "ab":
+        residency.release(bring(residency, version, tenant="x", max_units=2))
+    stage(residency, "c")
+    assert residency.acquire("c", "x", max_bytes=2 * UNIT) is None
+    plan = residency.next_load()
+    assert [evicted.version for evicted in plan.evicted] == ["a"]
+    assert residency.units_used == 2
+
+
+def test_a_load_beyond_the_limit_waits_for_the_tenants_leases_and_holds_nobody_up():
+    residency = make(max_slots=8, num_units=8, max_passed_over=0)
+    held = bring(residency, "a", 2, tenant="x", max_units=2)
+    stage(residency, "b")
+    assert residency.acquire("b", "x", max_bytes=2 * UNIT) is None
+    budget = residency.budget("b", "x", max_bytes=2 * UNIT)
+    assert (budget.needed, budget.used, budget.busy, budget.allowed) == (UNIT, 2 * UNIT, 2 * UNIT, 2 * UNIT)
+    assert budget.is_spent
+    assert not budget.is_hopeless
+    residency.reserve("b")
+    other = bring(residency, "c", 4, tenant="y")
+    residency.release(held)
+    plan = residency.next_load()
+    assert (plan.version, [evicted.version for evicted in plan.evicted]) == ("b", ["a"])
+    residency.release(other)
+
+
+def test_who_waits_for_the_same_version_is_not_kept_from_it_by_anothers_limit():
+    residency = make(max_slots=8, num_units=8)
+    held = bring(residency, "a", 2, tenant="x", max_units=2)
+    stage(residency, "b")
+    assert residency.acquire("b", "x", max_bytes=2 * UNIT) is None
+    assert residency.next_load() is None
+    assert residency.acquire("b", "y") is None
+    residency.commit(residency.next_load())
+    lease = residency.acquire("b", "y")
+    assert residency.acquire("b", "x", max_bytes=2 * UNIT) is not None, "y uses it too and pays"
+    assert residency._entries["b"].tenant == "y"
+    residency.release(lease)
+    assert residency.acquire("b", "x", max_bytes=2 * UNIT) is None, "nobody would pay for it but y, who is done with it"
+    residency.release(held)
+    assert residency.acquire("b", "x", max_bytes=2 * UNIT) is not None
+    assert [freed.version for freed in residency.take_freed()] == ["a"]
+    assert places(residency) == {"a": "host", "b": "device"}
+
+
+def test_a_limit_counts_a_copy_in_one_piece_however_it_is_cut():
+    residency = make(max_slots=8, num_units=6)
+    leases = [bring(residency, version) for version in "abcd"]
+    residency.release(leases[1])
+    residency.release(leases[3])
+    stage(residency, "big", 3)
+    assert residency.acquire("big", "x", max_bytes=3 * UNIT) is None
+    assert residency.next_load() is not None
+    assert residency.budget("a", "x", max_bytes=3 * UNIT).used == 3 * UNIT
+
+
+def test_a_pinned_version_is_loaded_and_stays_until_the_pin_ends():
+    residency = make(max_slots=2)
+    residency.pin("p", "x")
+    assert residency.missing() == ("p",)
+    stage(residency, "p")
+    residency.withdraw("p")
+    residency.commit(residency.next_load())
+    residency.release(bring(residency, "a", tenant="y"))
+    assert residency.is_pinned("p")
+    assert next_victims(residency, "b") == ["a"]
+    assert next_victims(residency, "c") == ["b"]
+    assert not residency.evict("p")
+    lease = residency.acquire("p", "y")
+    residency.release(lease)
+    assert residency._entries["p"].tenant == "x", "whose pin it is pays for it"
+    residency.unpin("p")
+    for _ in range(3):
+        residency.release(residency.acquire("c", "z"))
+    assert next_victims(residency, "d") == ["p"]
+
+
+def test_a_version_that_is_taken_away_is_pinned_no_more():
+    residency = make()
+    residency.pin("p", "x")
+    stage(residency, "p")
+    residency.commit(residency.next_load())
+    assert residency.unstage("p", drop_device=True)
+    assert not residency.is_pinned("p")
+    assert places(residency) == {}
+
+
+def test_a_pin_meets_no_limit_of_its_owner_whose_own_loads_wait_then():
+    residency = make(max_slots=8, num_units=8)
+    held = bring(residency, "a", 2, tenant="x", max_units=2)
+    residency.pin("p", "x")
+    stage(residency, "p")
+    residency.commit(residency.next_load())
+    stage(residency, "b")
+    residency.release(held)
+    assert residency.acquire("b", "x", max_bytes=2 * UNIT) is None
+    plan = residency.next_load()
+    assert [evicted.version for evicted in plan.evicted] == ["a"]
