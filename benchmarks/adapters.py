@@ -43,7 +43,7 @@ def sections(scale: Scale) -> dict[str, Callable[[], list[Row]]]:
         ),
         "copy": lambda: measure_copy(ImageFolder(folder, model, rank=16), count=8),
         "load": lambda: asyncio.run(measure_load(images, room=scale.room, seconds=seconds, rounds=scale.rounds)),
-        "store": lambda: _on_stack(folder, scale, lambda stack: measure_store(stack, count=40 if scale is FULL else 15)),
+        "store": lambda: _on_stack(folder, scale, lambda stack: measure_store(stack, count=40 if scale is FULL else 20)),
         "cycles": lambda: _on_stack(folder, scale, lambda stack: measure_cycles(stack, first=cycles[0], last=cycles[1])),
         "zipf": lambda: asyncio.run(measure_zipf(images, scale)),
         "uniform": lambda: asyncio.run(measure_uniform(images, scale)),

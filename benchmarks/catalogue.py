@@ -178,7 +178,9 @@ async def measure_store(stack: Stack, *, count: int) -> list[Row]:
         ids: list[int] = random.integers(10, stack.base.vocab_size, PROMPT_TOKENS).tolist()
         return ids
 
-    fresh = [kind_of(int(number)).name for number in random.permutation(np.arange(_RESIDENT, stack._catalogue))]
+    line = [kind_of(int(number)) for number in random.permutation(np.arange(_RESIDENT, stack._catalogue))]
+    by_kind = {kind: iter([key for key in line if key.modules == kind]) for kind in ("all", "qv")}
+    fresh = [next(by_kind["all" if turn % 10 in (1, 4, 8) else "qv"]) for turn in range(count)]  # as many as in the catalogue
     resident = [kind_of(number).name for number in range(_RESIDENT)]
     gaps: list[float] = []
     waits: dict[str, list[float]] = {"warm": [], "cold": []}
@@ -198,7 +200,7 @@ async def measure_store(stack: Stack, *, count: int) -> list[Row]:
         try:
             await asyncio.sleep(1.0)
             for turn in range(count):
-                for kind, adapter in (("warm", resident[turn % _RESIDENT]), ("cold", fresh[turn])):
+                for kind, adapter in (("warm", resident[turn % _RESIDENT]), ("cold", fresh[turn].name)):
                     waits[kind].append(await _ttft(client, prompt(), adapter=adapter))
         finally:
             for task in tasks:
@@ -210,6 +212,9 @@ async def measure_store(stack: Stack, *, count: int) -> list[Row]:
     print(
         f"to the first token: cold {cold_s * 1e3:.1f}, warm {warm_s * 1e3:.1f} ms; a step takes {step_s * 1e3:.1f} ms", flush=True
     )
+    by_size = {kind: [wait for wait, key in zip(waits["cold"], fresh, strict=True) if key.modules == kind] for kind in by_kind}
+    cold = ", ".join(f"on {kind} {statistics.median(seen) * 1e3:.1f} ms" for kind, seen in by_size.items() if seen)
+    print(f"cold by modules: {cold}", flush=True)
     means = {}
     for hop, (loads, total) in hops_after.items():
         loads_before, total_before = hops_before.get(hop, (0, 0.0))

@@ -57,3 +57,21 @@ def test_a_plain_adapter_reads_nothing_of_the_base(tmp_path: Path, tiny_base: Ba
     sizes = {"num_layers": tiny_base.num_layers, "num_slices": len(tiny_base.modules)}
     image = build_image(pairs, version="v", base_digest="b", dtype="float32", **sizes)
     assert [(block.gain_offset, block.shift_offset) for block in image.blocks] == [(-1, -1)] * len(pairs)
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32"), ("BF16", "float32")])
+def test_what_is_left_as_it_is_makes_the_same_image_as_what_is_widened(
+    tmp_path: Path, tiny_base: BaseDescription, stored: str, dtype: str
+) -> None:
+    files = AdapterFiles.of(make_adapter_folder(tmp_path, tiny_base, dtype=stored))
+    artifact = check(files.config, files.weights, tiny_base)
+    sizes = {"num_layers": tiny_base.num_layers, "num_slices": len(tiny_base.modules)}
+    kept, widened = (
+        build_image(
+            image_pairs(artifact, files.weights, base=tiny_base, base_weights=BaseWeights(tmp_path), dtype=asked),
+            version="v", base_digest="b", dtype=dtype, **sizes,
+        )
+        for asked in (dtype, "")
+    )  # fmt: skip
+    assert kept.payload.tobytes() == widened.payload.tobytes()
+    assert kept.blocks == widened.blocks
