@@ -10,11 +10,13 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.orphans import measure_orphans
 from benchmarks.report import Row
+from benchmarks.scale import measure_scale
 
 
 def sections(folder: Path, *, short: bool) -> dict[str, Callable[[], list[Row]]]:
     """Returns what there is to measure, by name; servers and stores go into the folder."""
     return {
+        "scale": lambda: measure_scale(folder / "scale", versions=50_000 if short else 1_000_000, calls=50 if short else 500),
         "orphans": lambda: measure_orphans(folder / "orphans", cycles=25 if short else 500),
     }
 

@@ -104,11 +104,11 @@ class Plane:
         await self.publisher.publish(tenant, order, parts=parts())
 
 
-def settings_on(postgres: Postgres, folder: Path, **more: object) -> Settings:
-    """Settings of a control plane on a server of the benchmark's own; migrates it."""
+def settings_on(postgres: Postgres, folder: Path, *, database: str = "postgres", **more: object) -> Settings:
+    """Settings of a control plane on a server of the benchmark's own; migrates the database."""
     fields = {
-        "database_url": postgres.url(user="nobody", scheme="postgresql"),
-        "owner_url": postgres.url(scheme="postgresql"),
+        "database_url": postgres.url(user="nobody", scheme="postgresql", database=database),
+        "owner_url": postgres.url(scheme="postgresql", database=database),
         "store_url": (folder / "store").as_uri(),
         "spool_folder": folder,
         "pool_size": 2,

@@ -81,6 +81,7 @@ async def call(client: Client, method: MethodDescriptor) -> grpc.StatusCode:
         "TenantService": client.tenants,
         "CatalogService": client.catalog,
         "NodeService": client.nodes,
+        "PlacementService": client.placement,
     }
     stub = getattr(stubs[method.containing_service.name], method.name)
     request: Any = method.input_type._concrete_class()
@@ -123,7 +124,7 @@ async def test_only_nodes_rotate_node_keys(world: World) -> None:
 
 
 def expected_codes(listener: str, identity: str, service: str, method: str) -> set[grpc.StatusCode]:
-    if listener == "operators" and service == "CatalogService":
+    if listener == "operators" and service in ("CatalogService", "PlacementService"):
         return {grpc.StatusCode.UNIMPLEMENTED}
     if identity in NOBODY:
         return {grpc.StatusCode.UNAUTHENTICATED}
