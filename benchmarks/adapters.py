@@ -12,9 +12,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from benchmarks import report
+from benchmarks.budgets import measure_budget
 from benchmarks.catalogue import Stack, measure_cycles, measure_store
 from benchmarks.fleet import ImageFolder
 from benchmarks.loads import measure_copy, measure_load
+from benchmarks.random_adapters import block_bytes, kind_of
 from benchmarks.replay import measure_replay, measure_waste
 from benchmarks.report import Row
 from benchmarks.thrash import Scale, measure_ttft, measure_uniform, measure_zipf
@@ -47,6 +49,7 @@ def sections(scale: Scale) -> dict[str, Callable[[], list[Row]]]:
         "cycles": lambda: _on_stack(folder, scale, lambda stack: measure_cycles(stack, first=cycles[0], last=cycles[1])),
         "zipf": lambda: asyncio.run(measure_zipf(images, scale)),
         "uniform": lambda: asyncio.run(measure_uniform(images, scale)),
+        "budget": lambda: asyncio.run(measure_budget(images, seconds=20.0 if scale is FULL else 8.0)),
         "ttft": lambda: asyncio.run(measure_ttft(images, scale)),
     }
 
@@ -63,10 +66,14 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="300 adapters and room for 10")
     parser.add_argument("--only", nargs="+", metavar="SECTION", help="sections to measure (default: all)")
     arguments = parser.parse_args()
-    known = sections(SHORT if arguments.short else FULL)
+    scale = SHORT if arguments.short else FULL
+    known = sections(scale)
     if unknown := set(arguments.only or ()) - set(known):
         parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     rows: list[Row] = []
+    base = describe_base(prepare())
+    size_bytes = sum(sum(block_bytes(base, kind_of(number))) for number in range(scale.catalogue))
+    print(f"a catalogue of {scale.catalogue} adapters of all sizes: {size_bytes / 1e9:.2f} GB of images; room for {scale.room}")
     for name in arguments.only or known:
         start = time.monotonic()
         rows += known[name]()

@@ -40,7 +40,7 @@ class ImageFolder:
 
     def __init__(self, folder: Path, model: Path, *, rank: int = 8) -> None:
         self.model = model
-        self._rank = rank
+        self.rank = rank
         self._folder = folder / MAGIC.decode().lower()
         self._base = describe_base(model)
         self.vocab_size = self._base.vocab_size
@@ -61,7 +61,24 @@ class ImageFolder:
         return hashlib.sha256(self._key(number).name.encode()).hexdigest()
 
     def _key(self, number: int) -> AdapterKey:
-        return AdapterKey(number, self._rank, "all" if number % 10 < 3 else "qv")
+        return AdapterKey(number, self.rank, "all" if number % 10 < 3 else "qv")
+
+
+@dataclass(slots=True)
+class Tenant:
+    """Who asks, with its share and its limit of rank rows; 0 for none.
+
+    Attributes:
+        num_tokens: Tokens that it was served so far.
+    """
+
+    name: str
+    weight: int = 1
+    max_rank_rows: int = 0
+    num_tokens: int = 0
+
+
+BENCH = Tenant("bench")
 
 
 @dataclass(slots=True)
@@ -183,11 +200,16 @@ class Fleet:
         """Asks for the engine's counters."""
         return await self._client.state()
 
-    async def stream(self, number: int, *, output_tokens: int, gaps_s: list[float] | None = None) -> Stream:
-        """Runs one request to its end; times between its tokens are noted in a list as they come."""
+    async def stream(
+        self, number: int, *, output_tokens: int, gaps_s: list[float] | None = None, tenant: Tenant = BENCH, rank: int = 0
+    ) -> Stream:
+        """Runs one request of a tenant to its end; times between its tokens are noted in a list as they come."""
         submit = Submit(
             request_id=str(next(self._count)),
-            tenant="bench",
+            tenant=tenant.name,
+            weight=tenant.weight,
+            rank=rank or self._images.rank,
+            max_rank_rows=tenant.max_rank_rows,
             prompt=tuple(self._random.integers(10, self._images.vocab_size, PROMPT_TOKENS).tolist()),
             sampling=Sampling(max_tokens=output_tokens, temperature=0.0),
             version=self._images.version(number),
@@ -198,6 +220,7 @@ class Fleet:
                 stream.first_step = self._client.num_steps
             elif gaps_s is not None and delta.ids:
                 gaps_s.append(time.perf_counter() - stream.times_s[-1])
+            tenant.num_tokens += len(delta.ids)
             now = [time.perf_counter()] * len(delta.ids)
             stream.times_s += now
             self.times_s += now
