@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dataplane.lora.image import CorruptImageError, Image, ImageError
@@ -17,6 +19,7 @@ from veneer.errors import Violation
 
 ARENA_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "fp8": torch.uint8}
 """What an arena is made of by the dtype of its images: fp8 of bytes, whose meaning the kernels know."""
+_PART_BYTES = 1 << 20
 
 
 class Arena:
@@ -103,17 +106,22 @@ class Arena:
                 )
 
     def copy(self, image: Image, extents: Sequence[Extent]) -> None:
-        """Copies a checked image's bytes and returns when they are there; on a device beside its steps, which do not wait."""
+        """Copies a checked image's bytes and returns when they are there, in parts between which steps go first.
+
+        On a device the parts are on a stream of their own, beside the steps; on the CPU the copying thread gives the processor up
+        after each.
+        """
         for extent in extents:
             blocks = image.blocks[extent.first_block : extent.first_block + extent.num_blocks]
             first = blocks[0].offset
             size = blocks[-1].offset + blocks[-1].size_bytes - first
             assert size <= extent.num_units * self._unit_bytes, "the blocks fit the extent"
             start = extent.first_unit * self._unit_bytes
-            if self._copies is None:  # numpy takes read-only memory without a warning or a copy
-                self._bytes.numpy()[start : start + size] = image.payload[first : first + size]
+            source = image.payload[first : first + size]
+            if self._copies is None:
+                _copy_in_parts(self._bytes.numpy()[start : start + size], source)
             else:
-                self._copies.copy(self._bytes[start : start + size], image.payload[first : first + size])
+                self._copies.copy(self._bytes[start : start + size], source)
         if self._copies is not None:
             self._copies.finish()
 
@@ -146,3 +154,10 @@ class Arena:
         """Empties a slot: whoever still names it gets the base model's output."""
         self.descriptors.clear(slot)
         self.edges.pop(slot, None)
+
+
+def _copy_in_parts(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+    """Copies bytes by numpy, which takes read-only memory without a warning and lets other threads run meanwhile."""
+    for start in range(0, source.size, _PART_BYTES):
+        target[start : start + _PART_BYTES] = source[start : start + _PART_BYTES]
+        os.sched_yield()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dataplane.lora import arena as arena_module
 from dataplane.lora.arena import Arena
 from dataplane.lora.image import CorruptImageError, ImageError, ImagePair, build_image
 from dataplane.lora.units import Units
@@ -202,3 +203,14 @@ def test_tensors_and_arrays_of_the_table_agree():
     for array, tensor in zip((table.a_offset, table.b_offset, table.rank, table.scale), table.tensors, strict=True):
         assert np.array_equal(array, tensor.numpy())
     assert table.tensors[0].dtype == torch.int64
+
+
+def test_a_copy_gives_the_processor_up_after_every_part_and_leaves_out_no_byte(monkeypatch):
+    monkeypatch.setattr(arena_module, "_PART_BYTES", 100)
+    turns = []
+    monkeypatch.setattr(arena_module.os, "sched_yield", lambda: turns.append(None))
+    arena = make_arena()
+    pairs, image = make_image({(0, 0): 3, (0, 2): 1, (1, 1): 7})
+    arena.write(1, image, Units(8, unit_bytes=512).take(image.block_bytes))
+    assert_holds(arena, 1, pairs)
+    assert len(turns) >= image.num_bytes // 100
