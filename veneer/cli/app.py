@@ -38,7 +38,9 @@ def options(
         ),
     ] = None,
     control: Annotated[str, typer.Option(envvar="VENEER_CONTROL", help="Control plane, host:port.", rich_help_panel=_GROUP)] = "",
-    data: Annotated[str, typer.Option(envvar="VENEER_DATA", help="Data plane, host:port.", rich_help_panel=_GROUP)] = "",
+    data: Annotated[
+        str, typer.Option(envvar="VENEER_DATA", help="Data planes, host:port with commas between.", rich_help_panel=_GROUP)
+    ] = "",
     control_operators: Annotated[
         str, typer.Option(envvar="VENEER_CONTROL_OPERATORS", help="Control plane's operator listener.", rich_help_panel=_GROUP)
     ] = "",
