@@ -120,11 +120,12 @@ class Placer:
         bases = await self._nodes_by_base()
         states = await self._reports.read([node for nodes in bases.values() for node in nodes])
         self._popularity.note(states, begun_s)
-        await self._look_up({version for state in states.values() for version in state.holdings})
+        sizes = {version: held.size_bytes for state in states.values() for version, held in state.holdings.items()}
+        await self._look_up(sizes)
         balance, num_adapters = 0.0, 0
         for base, nodes in bases.items():
             serving = [states[node] for node in nodes if node in states and states[node].serving]
-            plan = await self._plan(base, serving, term)
+            plan = await self._plan(base, serving, sizes, term)
             num_adapters += len(plan.keys)
             if len(plan.rows):
                 balance = max(balance, float((plan.loads() / plan.loads().mean()).max()))
@@ -135,8 +136,8 @@ class Placer:
         self._balance.set(balance)
         self._seconds.set(time.monotonic() - begun_s)
 
-    async def _plan(self, base: str, serving: Sequence[NodeState], term: Term) -> Plan:
-        demands, versions = self._demand(base)
+    async def _plan(self, base: str, serving: Sequence[NodeState], sizes: Mapping[str, int], term: Term) -> Plan:
+        demands, versions = self._demand(base, sizes)
         if base not in self._bases:
             self._bases[base] = _Base(_plan_of(await self._homes.read_all(base)))
         mine = self._bases[base]
@@ -157,8 +158,11 @@ class Placer:
         mine.is_whole = await self._homes.publish(base, homes if whole else changed, gone=gone, whole=whole, term=term.epoch)
         mine.written = dict(homes)
 
-    def _demand(self, base: str) -> tuple[list[Demand], dict[str, tuple[str, ...]]]:
-        """What is asked for of a base: adapters, and the versions of each, the most asked first."""
+    def _demand(self, base: str, sizes: Mapping[str, int]) -> tuple[list[Demand], dict[str, tuple[str, ...]]]:
+        """What is asked for of a base: adapters, and the versions of each, the most asked first.
+
+        A version takes what its image does where one is, else about what its files do.
+        """
         by_key = dict[str, list[tuple[float, str, _Version]]]()
         for digest, count in self._popularity.counts.items():
             version = self._versions.get(digest)
@@ -172,7 +176,7 @@ class Placer:
                 Demand(
                     key=key,
                     rate=sum(count for count, _, _ in found),
-                    size_bytes=sum(version.size_bytes for _, _, version in used),
+                    size_bytes=sum(sizes.get(digest) or version.size_bytes for _, digest, version in used),
                     rank_rows=sum(version.max_rank for _, _, version in used),
                     slots=len(used),
                 )
