@@ -15,12 +15,14 @@ class Claim:
     """One request's interest in a version: its host image stays while the claim is held. Owned by the request.
 
     Attributes:
+        tenant: Whose request it is; empty for nobody in particular.
         level: Where the version was when the request came: on the `device`, in `host` memory, or in the `store` alone.
         loaded: Done when the image (or a device copy) is there; its exception says why it cannot be had.
         lost: Why the image cannot be had any more although it was there.
     """
 
-    def __init__(self, release: Callable[[Claim, bool], None], *, level: Level = "store") -> None:
+    def __init__(self, release: Callable[[Claim, bool], None], *, tenant: str = "", level: Level = "store") -> None:
+        self.tenant = tenant
         self.level = level
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.loaded.add_done_callback(lambda future: future.cancelled() or future.exception())  # seen, though nobody may ask

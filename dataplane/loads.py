@@ -14,6 +14,7 @@ from typing import Protocol
 
 from dataplane.circuits import Circuit, Circuits
 from dataplane.load_line import LoadLine, Ticket, Urgency
+from dataplane.lora.host_cache import TenantHostLimitError
 from dataplane.metrics import Metrics
 from dataplane.throttle import Throttle
 from dataplane.transfer import Pace
@@ -253,7 +254,8 @@ class Loads:
         if not isinstance(error, VeneerError):
             _log.error("a load failed unexpectedly", extra={"version": load.version, "cause": type(error).__name__})
             error = InternalError("the version could not be loaded")
-        if not isinstance(error, ResourceExhaustedError):  # then the node lacks room, and nothing is wrong with the version
+        # Where the node, or the tenant that asked, lacks room, nothing is wrong with the version, and others may have it.
+        if not isinstance(error, ResourceExhaustedError | TenantHostLimitError):
             self._circuits.failed(load.version, error, for_good=isinstance(error, FailedPreconditionError))
         return error
 

@@ -18,11 +18,11 @@ from dataplane.claims import Claim, Level
 from dataplane.engine.messages import Unloaded
 from dataplane.load_line import Urgency
 from dataplane.loads import Fetcher, Load, LoadLimits, Loads
-from dataplane.lora.host_cache import HostCache, Payer
+from dataplane.lora.host_cache import HostCache, Payer, TenantHostFullError, TenantHostLimitError
 from dataplane.metrics import Metrics
 from dataplane.transfer import WithdrawnVersionError
 from dataplane.unloads import Unloads
-from veneer.errors import FailedPreconditionError, NotFoundError, VeneerError
+from veneer.errors import FailedPreconditionError, NotFoundError, UnavailableError, VeneerError
 
 _log = logging.getLogger(__name__)
 _RECHECK_AGAIN_S = 1.0
@@ -111,7 +111,9 @@ class Prefetcher:
         """
         self._cache.hold(version, Payer(tenant, max_bytes) if tenant else None)
         level: Level = "device" if version in self._on_device else "host" if version in self._cache else "store"
-        claim = Claim(lambda given, is_expected: self._release(version, given, is_expected=is_expected), level=level)
+        claim = Claim(
+            lambda given, is_expected: self._release(version, given, is_expected=is_expected), tenant=tenant, level=level
+        )
         self._claims.setdefault(version, set()).add(claim)
         was_asked = self._note_asked(version)
         if level == "device" or self._stage_if_there(version):
@@ -308,8 +310,9 @@ class Prefetcher:
         self._metrics.load_failed(error.status)
         _log.warning("a version cannot be had", extra={"version": version, "status": error.status})
         for claim in self._claims.get(version, ()):
-            claim.fail(error)
-        self._engine.fail(version, error.status, error.message)  # for those that were preempted and hold no claim any more
+            claim.fail(_as_told_to(claim.tenant, error))
+        told = _as_told_to("", error)  # for those that were preempted and hold no claim any more, whoever they are
+        self._engine.fail(version, told.status, told.message)
 
     def _note_asked(self, version: str) -> bool:
         """Notes that a request asks for a version; returns whether another did lately."""
@@ -323,3 +326,10 @@ class Prefetcher:
     def _count_waste(self, version: str) -> None:
         if source := self._brought_ahead.pop(version, ""):
             self._metrics.prefetched(source, "wasted")
+
+
+def _as_told_to(tenant: str, error: VeneerError) -> VeneerError:
+    """What a tenant hears of a load that failed: another one's limit is neither its fault nor its to know."""
+    if isinstance(error, TenantHostFullError | TenantHostLimitError) and error.tenant != tenant:
+        return UnavailableError("the version is not loaded yet", retry_after_s=1.0)
+    return error

@@ -25,8 +25,28 @@ class HostCacheFullError(ResourceExhaustedError):
     """There is no room for an image: all that could make room is in use, or the image is larger than the budget."""
 
 
+class TenantHostFullError(HostCacheFullError):
+    """There is no room for an image within what its tenant may have: all of the tenant's that could make room is in use.
+
+    Attributes:
+        tenant: Whose limit it is; nobody else may read the message.
+    """
+
+    def __init__(self, message: str, *, tenant: str) -> None:
+        super().__init__(message, retry_after_s=1.0)
+        self.tenant = tenant
+
+
 class TenantHostLimitError(FailedPreconditionError):
-    """An image is larger than what its tenant may have in host memory."""
+    """An image is larger than what its tenant may have in host memory.
+
+    Attributes:
+        tenant: Whose limit it is; nobody else may read the message.
+    """
+
+    def __init__(self, message: str, *, tenant: str) -> None:
+        super().__init__(message)
+        self.tenant = tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +148,7 @@ class HostCache:
             The versions whose files were deleted.
 
         Raises:
-            HostCacheFullError: There is no such room, in all or for the tenant; nothing was deleted.
+            HostCacheFullError: There is no such room, in all or (TenantHostFullError) for the tenant; nothing was deleted.
             TenantHostLimitError: It is larger than what its tenant may have.
             InvalidArgumentError: The version is no digest.
         """
@@ -247,16 +267,12 @@ class HostCache:
         if payer is None or not payer.max_bytes:
             return []
         used = self._booked[payer.tenant] - self._files.get(version, 0)
+        why = f"the adapter takes {size_bytes} bytes of host memory; its tenant may have {payer.max_bytes} and uses {used}"
         if size_bytes > payer.max_bytes:
-            raise TenantHostLimitError(
-                f"the adapter takes {size_bytes} bytes of host memory; its tenant may have {payer.max_bytes} and uses {used}"
-            )
+            raise TenantHostLimitError(why, tenant=payer.tenant)
         mine, rest = self._choose(used + size_bytes - payer.max_bytes, keep=[version], of=payer.tenant)
         if rest > 0:
-            raise HostCacheFullError(
-                f"the adapter takes {size_bytes} bytes of host memory; its tenant may have {payer.max_bytes} and uses {used}",
-                retry_after_s=1.0,
-            )
+            raise TenantHostFullError(why, tenant=payer.tenant)
         return mine
 
     def _make_room(self, size_bytes: int, *, besides: Sequence[str] = ()) -> list[str] | None:
@@ -317,7 +333,7 @@ class HostCache:
             self._payers[version] = payer
             return
         is_more = old is not None and old.max_bytes and (not payer.max_bytes or payer.max_bytes > old.max_bytes)
-        fits = not payer.max_bytes or self._booked[payer.tenant] + size_bytes <= payer.max_bytes
+        fits = not size_bytes or not payer.max_bytes or self._booked[payer.tenant] + size_bytes <= payer.max_bytes
         if fits and (old is None or (is_more and not size_bytes)):
             self._payers[version] = payer
             self._book(version, size_bytes)

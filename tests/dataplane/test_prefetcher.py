@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from dataplane.engine.messages import Unloaded
 from dataplane.loads import LoadLimits
-from dataplane.lora.host_cache import HostCache
+from dataplane.lora.host_cache import HostCache, TenantHostFullError, TenantHostLimitError
 from dataplane.metrics import Metrics
 from dataplane.prefetcher import Prefetcher
 from dataplane.transfer import Pace
@@ -415,3 +415,29 @@ async def test_an_image_that_made_room_before_it_was_opened_is_not_taken_for_cor
         rig.prefetcher.moved(VERSION, "corrupt", seconds=0)
     assert rig.store.started == [VERSION] * 3
     assert ("fail", VERSION, "FAILED_PRECONDITION") not in rig.engine.calls
+
+
+async def test_what_is_too_large_for_one_tenant_is_loaded_for_another_at_once(rig: Rig) -> None:
+    rig.store.errors = [TenantHostLimitError("small may have 60", tenant="small") for _ in range(5)]
+    with pytest.raises(TenantHostLimitError):
+        await rig.prefetcher.ensure(VERSION, "small", max_bytes=60).loaded
+    rig.store.errors.clear()
+    await rig.prefetcher.ensure(VERSION, "owner").loaded
+
+
+@pytest.mark.parametrize("kind", [TenantHostLimitError, TenantHostFullError])
+async def test_a_tenant_reads_nothing_of_anothers_limit_that_ends_the_load_for_both(
+    rig: Rig, kind: type[TenantHostLimitError | TenantHostFullError]
+) -> None:
+    rig.store.open.clear()
+    rig.store.errors = [kind("small may have 60 and uses 40", tenant="small") for _ in range(100)]
+    small = rig.prefetcher.ensure(VERSION, "small", max_bytes=60)
+    owner = rig.prefetcher.ensure(VERSION, "owner")
+    rig.store.open.set()
+    with pytest.raises(kind):
+        await small.loaded
+    with pytest.raises(UnavailableError) as refused:
+        await owner.loaded
+    assert "small" not in refused.value.message
+    assert refused.value.retry_after_s
+    assert rig.engine.calls == [("fail", VERSION, "UNAVAILABLE")]

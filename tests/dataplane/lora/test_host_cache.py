@@ -234,6 +234,15 @@ def test_a_file_that_comes_after_its_request_left_is_still_its_tenants(cache):
     assert cache._booked == {"x": 40}
 
 
+def test_a_tenant_whose_limit_was_lowered_below_what_it_has_pays_for_what_comes(cache):
+    cache.hold("a", X)
+    put(cache, "a", 50)
+    cache.let_go("a")
+    cache.hold("b", Payer("x", 40))
+    assert put(cache, "b", 30) == ("a",)
+    assert cache._booked == {"x": 30}
+
+
 def test_a_version_that_another_tenant_may_have_is_charged_to_it(cache):
     cache.hold("a", X)
     cache.hold("a", Payer("y"))
