@@ -18,8 +18,10 @@ from veneer.controlplane.v1 import reports_pb2
 MAX_HOLDINGS: Final = 20_000
 """Versions that a node may report."""
 
+MAX_REPORT_BYTES: Final = 4096
+"""Size of what a node says of itself."""
+
 _BATCH = 100
-_MAX_REPORT_BYTES = 4096
 _MAX_HOLDING_BYTES = 128
 _MAX_BYTES = 1 << 46
 _MAX_COUNT = 1 << 16
@@ -105,7 +107,7 @@ class FleetReports:
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for node in part:
                     epoch, sequence, _ = self._known.get(node, (b"", b"", {}))
-                    limits = (MAX_HOLDINGS, _MAX_REPORT_BYTES, _MAX_HOLDING_BYTES)
+                    limits = (MAX_HOLDINGS, MAX_REPORT_BYTES, _MAX_HOLDING_BYTES)
                     await self._read(keys=[head_key(node)], args=[epoch, sequence, *limits, f"{{{node}}}"], client=pipeline)
                 answers = await pipeline.execute()
             for node, answer in zip(part, answers, strict=True):

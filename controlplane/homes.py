@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 
 from controlplane.advice import Staging
-from controlplane.fleet_reports import head_key
+from controlplane.fleet_reports import MAX_REPORT_BYTES, head_key
 from veneer.controlplane.v1 import hints_pb2, reports_pb2
 from veneer.errors import AbortedError
 
@@ -22,6 +22,7 @@ TTL_S: Final = 60.0
 _T = TypeVar("_T")
 _BATCH = 500
 _MAX_NODES = 64  # of one adapter, that are read
+_MAX_HOMES_BYTES = 64 * _MAX_NODES
 _MAX_HOMES = 1_000_000
 _TERM = "term"  # no adapter's key, which has a slash
 
@@ -38,6 +39,12 @@ redis.call('PEXPIRE', KEYS[1], ttl)
 return 1
 """
 
+_GET: Final = """
+local value = redis.call('HGET', KEYS[1], ARGV[1])
+if value and #value > tonumber(ARGV[2]) then return false end
+return value
+"""
+
 
 class Homes:
     """Writes and reads the plan. Any task may read; one task writes."""
@@ -45,6 +52,7 @@ class Homes:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._write = redis.register_script(_WRITE)
+        self._get = redis.register_script(_GET)
 
     async def publish(
         self, base: str, homes: Mapping[str, Sequence[str]], *, gone: Sequence[str] = (), whole: bool, term: int
@@ -103,22 +111,22 @@ class Homes:
         found = dict[str, tuple[str, ...]]()
         async for field, value in self._redis.hscan_iter(_homes_key(base), count=_BATCH):
             key = field.decode(errors="replace")
-            if key != _TERM and len(value) <= 64 * _MAX_NODES:
+            if key != _TERM and len(value) <= _MAX_HOMES_BYTES:
                 found[key] = _nodes(value)
         return found
 
     async def addresses(self, base: str, key: str) -> tuple[str, ...]:
-        """Returns where callers reach an adapter's homes that serve.
+        """Returns where callers reach an adapter's homes that serve; what is larger than it can be was forged, and is not read.
 
         Raises:
             RedisError: Redis is away.
         """
-        value = await self._redis.hget(_homes_key(base), key)
+        value = await self._get(keys=[_homes_key(base)], args=[key, _MAX_HOMES_BYTES])
         if value is None:
             return ()
         async with self._redis.pipeline(transaction=False) as pipeline:
             for node in _nodes(value):
-                pipeline.hget(head_key(node), "report")
+                await self._get(keys=[head_key(node)], args=["report", MAX_REPORT_BYTES], client=pipeline)
             heads = await pipeline.execute()
         return tuple(address for head in heads if head is not None and (address := _address(head)))
 

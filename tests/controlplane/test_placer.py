@@ -120,6 +120,24 @@ async def test_requests_go_where_the_adapter_is_and_follow_it(world: World, acme
     assert await homes(redis) == {"acme/tone": [second]}
 
 
+async def test_what_is_larger_than_it_can_be_is_not_told_to_callers(
+    world: World, acme: Client, redis: Redis, placer: Placer
+) -> None:
+    version = (await world.publish(acme, "tone")).version.digest
+    (node,) = await enrolled(world, 1)
+    await report(redis, node, sequence=1, **{version: 5})
+    await placer.round(Term("placement", 1))
+    whole = await redis.hget(HOMES, "acme/tone")
+    forged = reports_pb2.NodeReport(node=node, serving=True, address="a" * 5000)
+    await redis.hset(f"veneer:node:v1:{{{node}}}", "report", forged.SerializeToString())
+    assert list((await locate(acme, world, "tone")).addresses) == []
+    await report(redis, node, sequence=2, **{version: 5})
+    assert list((await locate(acme, world, "tone")).addresses) == [address(node)]
+    many = hints_pb2.AdapterHomes.FromString(whole).nodes[:] * 1000
+    await redis.hset(HOMES, "acme/tone", hints_pb2.AdapterHomes(nodes=many).SerializeToString())
+    assert list((await locate(acme, world, "tone")).addresses) == []
+
+
 async def test_nodes_and_versions_that_the_catalogue_does_not_have_count_for_nothing(
     world: World, acme: Client, redis: Redis, placer: Placer
 ) -> None:
