@@ -109,7 +109,7 @@ class Arena:
         """Copies a checked image's bytes and returns when they are there, in parts between which steps go first.
 
         On a device the parts are on a stream of their own, beside the steps; on the CPU the copying thread gives the processor up
-        after each.
+        between them.
         """
         for extent in extents:
             blocks = image.blocks[extent.first_block : extent.first_block + extent.num_blocks]
@@ -159,5 +159,6 @@ class Arena:
 def _copy_in_parts(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
     """Copies bytes by numpy, which takes read-only memory without a warning and lets other threads run meanwhile."""
     for start in range(0, source.size, _PART_BYTES):
+        if start:
+            os.sched_yield()
         target[start : start + _PART_BYTES] = source[start : start + _PART_BYTES]
-        os.sched_yield()

@@ -207,6 +207,8 @@ async def test_a_load_that_is_lost_after_it_was_there_is_a_version_that_cannot_b
     stage.engine.script = (UnavailableError("the engine gave the version up"),)
     running = asyncio.create_task(stage.served(replace(REQUEST, fallback=PREVIOUS)))
     await until(lambda: stage.engine.submits)
+    for _ in range(10):  # it was there, and is waited for in the engine
+        await asyncio.sleep(0)
     stage.loader.claims[0].fail(CorruptVersionError("bad bytes twice"))
     stage.engine.gates[VERSION].set()
     await until(lambda: len(stage.engine.submits) == 2 or running.done())

@@ -205,7 +205,7 @@ def test_tensors_and_arrays_of_the_table_agree():
     assert table.tensors[0].dtype == torch.int64
 
 
-def test_a_copy_gives_the_processor_up_after_every_part_and_leaves_out_no_byte(monkeypatch):
+def test_a_copy_gives_the_processor_up_between_parts_and_leaves_out_no_byte(monkeypatch):
     monkeypatch.setattr(arena_module, "_PART_BYTES", 100)
     turns = []
     monkeypatch.setattr(arena_module.os, "sched_yield", lambda: turns.append(None))
@@ -213,4 +213,4 @@ def test_a_copy_gives_the_processor_up_after_every_part_and_leaves_out_no_byte(m
     pairs, image = make_image({(0, 0): 3, (0, 2): 1, (1, 1): 7})
     arena.write(1, image, Units(8, unit_bytes=512).take(image.block_bytes))
     assert_holds(arena, 1, pairs)
-    assert len(turns) >= image.num_bytes // 100
+    assert len(turns) >= image.num_bytes // 100 - 1
