@@ -18,7 +18,7 @@ _BLOCK_ROWS = 16
 
 
 class LowRankSite(ctypes.Structure):
-    """Mirrors `LowRankSite` of cpu.cpp."""
+    """Mirrors `LowRankSite` of low_rank.hpp."""
 
     _fields_ = (
         ("arena", ctypes.c_void_p),

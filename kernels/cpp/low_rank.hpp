@@ -15,7 +15,7 @@ constexpr int WHOLE = 2;       // blocks a thread from which on a thread handles
 constexpr int COLUMN_ALIGN = 64;
 constexpr int LINE = 64;
 
-// Mirrors kernels.native.LowRankSite.
+// Mirrors kernels.native_low_rank.LowRankSite.
 struct LowRankSite {
   const void *arena;
   const int64_t *a_offset, *b_offset;  // [slots, layers, slices], see kernels/descriptors.py
