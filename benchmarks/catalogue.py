@@ -215,14 +215,16 @@ async def measure_store(stack: Stack, *, count: int) -> list[Row]:
     by_size = {kind: [wait for wait, key in zip(waits["cold"], fresh, strict=True) if key.modules == kind] for kind in by_kind}
     cold = ", ".join(f"on {kind} {statistics.median(seen) * 1e3:.1f} ms" for kind, seen in by_size.items() if seen)
     print(f"cold by modules: {cold}", flush=True)
-    means = {}
+    means, num_loads = {}, {}
     for hop, (loads, total) in hops_after.items():
-        loads_before, total_before = hops_before.get(hop, (0, 0.0))
-        means[hop] = (total - total_before) / max(1, loads - loads_before)
+        loads_before, total_before = hops_before.get(hop, (0.0, 0.0))
+        num_loads[hop] = loads - loads_before
+        means[hop] = (total - total_before) / max(1, num_loads[hop])
     print("mean times of hops: " + ", ".join(f"{hop} {seconds * 1e3:.1f} ms" for hop, seconds in means.items()), flush=True)
     return [
         Row("cold_ttft_store", (cold_s - warm_s) / step_s, unit="steps", target="<= 5"),
         Row("cold_ttft_store_ms", (cold_s - warm_s) * 1e3, unit="ms"),
+        Row("cold_ttft_store_loads", num_loads.get("store to host", 0.0), unit="loads"),
     ]
 
 
