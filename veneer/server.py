@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from veneer.access import OPEN_RULES, Authenticator, ListenerName, Rules, check_rules
 from veneer.errors import InvalidArgumentError, UnavailableError, Violation
+from veneer.heap import bound_heap
 from veneer.interceptors import CallInterceptor, CallMetrics
 
 _LOG = logging.getLogger(__name__)
@@ -278,12 +279,13 @@ class PlaneServer:
 
 
 def run_main(main: Coroutine[Any, Any, None]) -> None:
-    """Runs a process's main coroutine, on uvloop where it is installed and safe.
+    """Runs a process's main coroutine, with its heap bounded, on uvloop where it is installed and safe.
 
     uvloop starts child processes by a fork, and gRPC's handlers of forks then crash about one child in a hundred before it
     begins (grpcio 1.85). They stay away only if the environment says so before gRPC is imported, as it does in the local stack
     and in the image; otherwise asyncio's own loop runs, which starts children without those handlers.
     """
+    bound_heap()
     handlers_are_off = os.environ.get("GRPC_ENABLE_FORK_SUPPORT") in ("0", "false")  # noqa: TID251  no setting of ours
     if not handlers_are_off or importlib.util.find_spec("uvloop") is None:
         asyncio.run(main)

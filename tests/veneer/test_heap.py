@@ -1,0 +1,64 @@
+"""Threads share a few arenas, and large buffers go back when they are freed."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+
+import pytest
+
+_SCRIPT = """
+import ctypes, json, sys, threading
+from veneer.heap import bound_heap
+
+if sys.argv[1] == "bounded":
+    bound_heap()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+barrier = threading.Barrier(6)
+
+def work():
+    held = libc.malloc(1000)
+    barrier.wait()
+    libc.free(held)
+
+threads = [threading.Thread(target=work) for _ in range(6)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+
+class Counts(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd rest1 rest2 used free keep".split()]
+
+libc.mallinfo2.restype = Counts
+libc.free(libc.malloc(4 << 20))  # so that glibc would keep buffers of this size from now on
+before = libc.mallinfo2().hblks
+held = libc.malloc(1 << 20)
+is_mapped = libc.mallinfo2().hblks > before
+libc.free(held)
+libc.fopen.restype, libc.fopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_char_p]
+libc.malloc_info.argtypes, libc.fclose.argtypes = [ctypes.c_int, ctypes.c_void_p], [ctypes.c_void_p]
+file = libc.fopen(sys.argv[2].encode(), b"w")
+libc.malloc_info(0, file)
+libc.fclose(file)
+print(json.dumps([open(sys.argv[2]).read().count("<heap nr"), is_mapped]))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap of another C library")
+def test_threads_share_two_arenas_and_large_buffers_are_given_back(tmp_path: object) -> None:
+    def run(kind: str) -> list[object]:
+        command = [sys.executable, "-c", _SCRIPT, kind, f"{tmp_path}/{kind}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found: list[object] = json.loads(done.stdout)
+        return found
+
+    num_arenas, is_mapped = run("bounded")
+    assert (num_arenas, is_mapped) == (2, True)
+    num_arenas, is_mapped = run("free")
+    assert isinstance(num_arenas, int)
+    assert num_arenas > 2, "the test can fail"
+    assert not is_mapped

@@ -1,0 +1,26 @@
+"""The C library's heap in a process that must not grow."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_NUM_ARENAS = 2
+_LARGE_BYTES = 256 << 10
+
+
+def bound_heap() -> None:
+    """Keeps free memory from being scattered over many arenas; called before the process has threads.
+
+    glibc gives threads arenas of their own, up to eight a core, and keeps buffers of the size that was freed last. Both planes
+    have some twenty threads for files, children and gRPC, and after 400 uploads 24 of the control plane's 55 MB were free and
+    not given back. Two arenas are enough for processes that compute in Python, and large buffers go back at once. Nothing
+    happens where the C library is another one.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, _NUM_ARENAS)
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
