@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from dataplane.engine.collector import share
 from dataplane.node import Node
 from dataplane.settings import Settings
 from veneer.errors import VeneerError
@@ -56,6 +57,7 @@ def _folder(text: str) -> Path:
 
 
 async def _serve(settings: Settings) -> None:
+    share()
     node = Node(settings)
     try:
         await node.start()

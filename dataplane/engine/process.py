@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 
 from dataplane.engine.codec import decode, encode
-from dataplane.engine.collector import tame
+from dataplane.engine.collector import share, tame
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Command, Event, Failed, Stop
 from veneer.errors import InternalError, VeneerError
@@ -45,6 +45,7 @@ def serve(channel: socket.socket) -> int:
 
         engine = Engine(config, writer.emit)
         tame()
+        share()
     except Exception as error:  # noqa: BLE001 - whatever stops the start is told to the parent
         fault = error if isinstance(error, VeneerError) else InternalError(f"{type(error).__name__}: {error}")
         writer.emit((Failed("", fault.status, fault.message),))
