@@ -62,13 +62,13 @@ class Stack:
         sizes = [sum(block_bytes(self.base, kind_of(number))) for number in range(catalogue)]
         mean = sum(sizes) // catalogue
         print(f"{catalogue} adapters, {sum(sizes) / 1e9:.2f} GB, in {folder}", flush=True)
-        settings = {
+        settings: dict[str, str | None] = {
             "max_sequences": "64",
             "kv_bytes": str(1 << 30),
             "arena_bytes": str(room * (max(sizes) + (64 << 10))),
             "max_slots": str(room),
             "host_cache_bytes": str(int(_MARGIN * 10 * room * mean)),
-            "hints_per_s": "0.001",
+            "redis_url": None,  # no hint and no plan brings what a visitor should find in the store alone
         }
         shutil.rmtree(folder / "cache", ignore_errors=True)
         self.local = LocalStack(folder, model, data_settings=settings)

@@ -51,7 +51,7 @@ class LocalStack:
         model_dir: Path | None = None,
         *,
         control_settings: Mapping[str, str] | None = None,
-        data_settings: Mapping[str, str] | None = None,
+        data_settings: Mapping[str, str | None] | None = None,
         default_ports: bool = False,
         durable: bool = False,
         report: Callable[[str], None] | None = None,
@@ -62,7 +62,8 @@ class LocalStack:
             folder: Made when absent.
             model_dir: Hugging Face folder of the base; needed to start.
             control_settings: Settings of the control plane by name, e.g. `{"quarantine_reports": "2"}`; they win over ours.
-            data_settings: Settings of the data plane by name, e.g. `{"dtype": "float32"}`; they win over ours.
+            data_settings: Settings of the data plane by name, e.g. `{"dtype": "float32"}`; they win over ours, and
+                None takes one of ours away.
             default_ports: Takes the planes' default ports where they are free; else any.
             durable: The database survives a crash of the machine.
             report: Told in a few words what is being started.
@@ -190,7 +191,7 @@ class LocalStack:
     def _start_data_plane(self, model_dir: Path, base: BaseDescription, operator_key: str) -> None:
         addresses = self.control_plane.addresses
         node_key_file = self.folder / "node.key"
-        settings = {
+        settings: dict[str, str | None] = {
             "model_dir": str(model_dir.absolute()),
             "control_plane": addresses.callers,
             "node_key_file": str(node_key_file),
@@ -201,7 +202,8 @@ class LocalStack:
             **self._data_settings,
         }
         token = asyncio.run(self._let_in(base, operator_key, addresses.operators, enroll=not node_key_file.exists()))
-        self.data_plane.configure({**settings, **({"enrollment_token": token} if token else {})})
+        known = {name: value for name, value in settings.items() if value is not None}
+        self.data_plane.configure(known | ({"enrollment_token": token} if token else {}))
         self.data_plane.start()
         self.data_plane.configure({**settings, **self._listen_again()})  # a token works once
 
