@@ -205,7 +205,7 @@ class LocalStack:
         known = {name: value for name, value in settings.items() if value is not None}
         self.data_plane.configure(known | ({"enrollment_token": token} if token else {}))
         self.data_plane.start()
-        self.data_plane.configure({**settings, **self._listen_again()})  # a token works once
+        self.data_plane.configure({**known, **self._listen_again()})  # a token works once
 
     def _listen_again(self) -> dict[str, str]:
         addresses = self.data_plane.addresses
