@@ -205,13 +205,14 @@ class Residency:
     def budget(self, version: str, tenant: str, *, max_bytes: int) -> Budget | None:
         """Returns what a tenant's limit leaves for a version; None where that does not matter.
 
-        It does not where there is no limit, no image yet, or a copy that the tenant pays for or uses.
+        It does not where there is no limit, no image yet, or a copy that the tenant pays for, or uses beside who pays for it.
         """
         with self._lock:
             limit, entry = self._limit_of(max_bytes), self._entries.get(version)
             if limit is None or entry is None or not entry.blocks:
                 return None
-            if entry.place != "host" and tenant in (entry.tenant, *entry.leases.values()):
+            is_paid = entry.tenant == tenant or {entry.tenant, tenant} <= set(entry.leases.values())
+            if entry.place != "host" and is_paid:
                 return None
             units = (self._units_of(entry), self._charges.booked(tenant), self._charges.busy(tenant), limit)
             return Budget(*(number * self._units.unit_bytes for number in units))

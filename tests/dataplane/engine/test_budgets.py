@@ -210,3 +210,23 @@ def test_within_all_limits_everything_ends_whatever_is_asked_for(seed: int) -> N
     assert_idle(scheduler)
     assert adapters.num_leases == 0
     assert all(sequence.phase is not Phase.WAITING for sequence in scheduler._requests._sequences.values())
+
+
+def test_a_request_for_a_copy_that_its_tenant_uses_but_nobody_pays_for_any_more_waits_and_ends() -> None:
+    scheduler = make(adapters=ArenaAdapters(9, versions={"ar8": 2, "br8": 2}), max_sequences=8, num_pages=128)
+    loop = watch(scheduler)
+    add(scheduler, ask("a", "ar8", tenant="x", max_arena_bytes=2, max_tokens=27))
+    for _ in range(4):
+        loop.turn()
+    add(scheduler, ask("other", "ar8", tenant="y", max_tokens=8))  # now y pays
+    for _ in range(2):
+        loop.turn()
+    add(scheduler, ask("b", "br8", tenant="x", max_arena_bytes=2, max_tokens=27))  # what x may hold is b
+    while "other" not in loop.finished:
+        loop.turn()
+    assert not {"a", "b"} & set(loop.finished)
+    add(scheduler, ask("more-a", "ar8", tenant="x", max_arena_bytes=2, max_tokens=2))
+    loop.turn()
+    assert scheduler.waiting_by_reason()["budget"] == 1
+    loop.run(400)
+    assert set(loop.finished) == {"a", "other", "b", "more-a"}
