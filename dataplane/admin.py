@@ -14,6 +14,7 @@ from dataplane.engine.messages import State
 from dataplane.generation import Generator
 from dataplane.lora.host_cache import HostCache
 from dataplane.metrics import Metrics
+from dataplane.pins import Pin, Pins
 from dataplane.residency_feed import Held, Position, ResidencyFeed, Update
 from dataplane.unloads import Unloads
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc
@@ -72,6 +73,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         cache: Image files.
         generator: Running streams.
         metrics: Mean load times.
+        pins: What is kept on the device.
         base_digest: Digest of the base that is served.
         stop_serving: Reports NOT_SERVING.
     """
@@ -86,6 +88,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         cache: HostCache,
         generator: Generator,
         metrics: Metrics,
+        pins: Pins,
         base_digest: str,
         stop_serving: Callable[[], Awaitable[None]],
     ) -> None:
@@ -97,6 +100,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._num_watchers = 0
         self._generator = generator
         self._metrics = metrics
+        self._pins = pins
         self._base_digest = base_digest
         self._stop_serving = stop_serving
 
@@ -173,6 +177,38 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             response.complete = not unload.came_back
             response.came_back = unload.came_back
         return response
+
+    async def PinVersion(  # noqa: N802
+        self,
+        request: admin_pb2.PinVersionRequest,
+        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
+    ) -> admin_pb2.PinVersionResponse:
+        """Keeps a version on the device for a time."""
+        pin = await self._pins.pin(request.version, lifetime_s=request.lifetime.ToNanoseconds() / 1e9)
+        return admin_pb2.PinVersionResponse(pin=_pin(pin))
+
+    async def UnpinVersion(  # noqa: N802
+        self,
+        request: admin_pb2.UnpinVersionRequest,
+        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
+    ) -> admin_pb2.UnpinVersionResponse:
+        """Ends a pin."""
+        pin = self._pins.unpin(request.version)
+        return admin_pb2.UnpinVersionResponse(pin=None if pin is None else _pin(pin))
+
+    async def ListPins(  # noqa: N802
+        self,
+        request: admin_pb2.ListPinsRequest,  # noqa: ARG002
+        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
+    ) -> admin_pb2.ListPinsResponse:
+        """Lists the pins."""
+        pins, limits = self._pins.all(), self._pins.limits
+        return admin_pb2.ListPinsResponse(
+            pins=map(_pin, pins),
+            pinned_bytes=sum(pin.size_bytes for pin in pins),
+            max_pinned_bytes=limits.max_bytes,
+            max_pinned_bytes_per_tenant=limits.max_bytes_per_tenant,
+        )
 
     async def Drain(  # noqa: N802
         self,
@@ -266,3 +302,9 @@ def _engine_state(state: State, *, disk_bytes: int, unloading: int) -> admin_pb2
         unloading=unloading,
         rank_rows=state.rank_rows,
     )
+
+
+def _pin(pin: Pin) -> admin_pb2.Pin:
+    message = admin_pb2.Pin(version=pin.version, owner=pin.owner, size_bytes=pin.size_bytes)
+    message.expire_time.FromNanoseconds(round(pin.end_unix_s * 1e9))
+    return message

@@ -25,6 +25,7 @@ from dataplane.lora.eviction import Recency
 from dataplane.lora.host_cache import HostCache
 from dataplane.metrics import Metrics
 from dataplane.options import engine_config, server_options
+from dataplane.pins import PinLimits, Pins
 from dataplane.prefetcher import Prefetcher
 from dataplane.residency_feed import ResidencyFeed
 from dataplane.residency_reports import ResidencyReporter
@@ -54,6 +55,9 @@ RULES: Rules = {
     "/veneer.dataplane.v1.AdminService/GetResidency": Rule.of("operator"),
     "/veneer.dataplane.v1.AdminService/WatchResidency": Rule.of("operator"),
     "/veneer.dataplane.v1.AdminService/UnloadVersion": Rule.of("operator"),
+    "/veneer.dataplane.v1.AdminService/PinVersion": Rule.of("operator"),
+    "/veneer.dataplane.v1.AdminService/UnpinVersion": Rule.of("operator"),
+    "/veneer.dataplane.v1.AdminService/ListPins": Rule.of("operator"),
     "/veneer.dataplane.v1.AdminService/Drain": Rule.of("operator"),
 }
 
@@ -140,6 +144,8 @@ class Node:
         self._tasks.clear()
         if self._reporter is not None:
             await self._reporter.close()
+        if hasattr(self, "pins"):
+            self.pins.close()
         if hasattr(self, "prefetcher"):
             await self.prefetcher.close()
         if hasattr(self, "supervisor"):
@@ -218,6 +224,19 @@ class Node:
                 max_host_bytes=settings.max_host_bytes_per_tenant,
             ),
         )
+        self.pins = Pins(
+            self.supervisor,
+            loader=self.prefetcher,
+            grant=self.client.grant_blobs,
+            cache=self.cache,
+            limits=PinLimits(
+                max_bytes=settings.pin_budget,
+                max_bytes_per_tenant=settings.pin_budget_per_tenant,
+                max_pins=settings.max_slots // 2,
+                load_timeout_s=settings.load_timeout_s,
+            ),
+        )
+        self.supervisor.on_dropped = self.pins.unpin
         admin = AdminServicer(
             engine=self.supervisor,
             feed=self.residency,
@@ -226,6 +245,7 @@ class Node:
             cache=self.cache,
             generator=self.generator,
             metrics=self.metrics,
+            pins=self.pins,
             base_digest=base.digest,
             stop_serving=lambda: self.server.set_serving(False),
         )

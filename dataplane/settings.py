@@ -43,6 +43,8 @@ class Settings(BaseSettings):
         max_rank_rows_per_tenant: Rank rows of the distinct adapters of one tenant's running requests, each rounded up to 16,
             unless the catalogue says otherwise of the tenant; 0 for no limit.
         max_arena_bytes_per_tenant: Memory on the device for the adapters that one tenant uses, in the same way.
+        max_pinned_bytes: Memory on the device that versions may take which operators keep there; 0 takes half of it.
+        max_pinned_bytes_per_tenant: What those of one owner may take; 0 takes an eighth.
         max_host_bytes_per_tenant: Memory for the images of the adapters that one tenant uses, in the same way.
         max_step_ms: Milliseconds that a step should take at most in which sequences decode: it holds fewer rows of prompts then,
             and tokens come more evenly; 0 for no such limit.
@@ -113,6 +115,8 @@ class Settings(BaseSettings):
     max_waiting_per_tenant: Annotated[int, Field(ge=0, le=1_000_000)] = 2_500
     max_rank_rows_per_tenant: Annotated[int, Field(ge=0, le=1 << 20)] = 0
     max_arena_bytes_per_tenant: Annotated[int, Field(ge=0)] = 0
+    max_pinned_bytes: Annotated[int, Field(ge=0)] = 0
+    max_pinned_bytes_per_tenant: Annotated[int, Field(ge=0)] = 0
     max_host_bytes_per_tenant: Annotated[int, Field(ge=0)] = 0
     max_step_ms: Annotated[int, Field(ge=0, le=60_000)] = 0
     quantum_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 256
@@ -172,6 +176,16 @@ class Settings(BaseSettings):
     def arena_budget(self) -> int:
         """Memory for adapters on the device, in bytes."""
         return self.arena_bytes or max(self.kv_budget // 4, 64 * _MIB)
+
+    @property
+    def pin_budget(self) -> int:
+        """Memory on the device for versions that are pinned, in bytes."""
+        return self.max_pinned_bytes or self.arena_budget // 2
+
+    @property
+    def pin_budget_per_tenant(self) -> int:
+        """What those of one owner may take of it."""
+        return self.max_pinned_bytes_per_tenant or self.arena_budget // 8
 
     @property
     def host_cache_budget(self) -> int:

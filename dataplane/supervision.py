@@ -79,6 +79,8 @@ class EngineSupervisor:
         self._watcher: EngineWatcher | None = None
         self._died = asyncio.Event()
         self._reports: set[asyncio.Task[None]] = set()
+        self._pins: dict[str, str] = {}
+        self.on_dropped: Callable[[str], object] = _ignore  # told of versions that were taken away whole
 
     @property
     def is_running(self) -> bool:
@@ -149,10 +151,24 @@ class EngineSupervisor:
 
     def unstage(self, version: str, /, *, drop_device: bool = False) -> None:
         """See `EngineClient.unstage`; without an engine nothing of the version is left already."""
+        if drop_device:
+            self.on_dropped(version)
         if self._client is not None:
             self._client.unstage(version, drop_device=drop_device)
         elif drop_device:
             self._on_unloaded(Unloaded(version))
+
+    def pin(self, version: str, owner: str, /) -> None:
+        """See `EngineClient.pin`; a new engine is told too."""
+        self._pins[version] = owner
+        if self._client is not None:
+            self._client.pin(version, owner)
+
+    def unpin(self, version: str, /) -> None:
+        """See `EngineClient.unpin`."""
+        self._pins.pop(version, None)
+        if self._client is not None:
+            self._client.unpin(version)
 
     def fail(self, version: str, status: str, message: str, /) -> None:
         """See `EngineClient.fail`; without an engine nothing happens."""
@@ -188,6 +204,8 @@ class EngineSupervisor:
             self._on_death()
             raise UnavailableError("the engine ended at once")
         self._metrics.engine_started()
+        for version, owner in self._pins.items():
+            client.pin(version, owner)
         return client
 
     def _on_death(self) -> None:
@@ -230,3 +248,8 @@ class EngineSupervisor:
             await self._report_not_finite(version)
         except VeneerError as error:
             _log.warning("a version could not be reported", extra={"version": version, "status": error.status})
+
+
+def _ignore(version: str) -> None:
+    """Nobody wants to know."""
+    del version

@@ -41,7 +41,7 @@ _REPEATABLE: dict[str, tuple[str, ...]] = {
         "RevokeGrant",
     ),
     "veneer.dataplane.v1.GenerationService": ("Generate",),
-    "veneer.dataplane.v1.AdminService": ("GetResidency", "UnloadVersion"),
+    "veneer.dataplane.v1.AdminService": ("GetResidency", "UnloadVersion", "PinVersion", "UnpinVersion", "ListPins"),
 }
 _RETRY_POLICY = {
     "maxAttempts": 3,

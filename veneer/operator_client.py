@@ -133,6 +133,22 @@ class OperatorClient(Connection):
         timeout_s = wait_s + self._timeout_s
         return await self._ask(self._admin.UnloadVersion, request, timeout_s=timeout_s)  # type: ignore[no-any-return]
 
+    async def pin_version(self, version: str, *, lifetime_s: float, timeout_s: float = 60.0) -> admin_pb2.Pin:
+        """Brings a version to a data plane's device and keeps it there for a time."""
+        request = admin_pb2.PinVersionRequest(version=version)
+        request.lifetime.FromMilliseconds(round(lifetime_s * 1000))
+        response = await self._ask(self._admin.PinVersion, request, timeout_s=timeout_s)
+        return typed(admin_pb2.Pin, response.pin)
+
+    async def unpin_version(self, version: str) -> bool:
+        """Ends a pin; returns whether there was one."""
+        response = await self._ask(self._admin.UnpinVersion, admin_pb2.UnpinVersionRequest(version=version))
+        return bool(response.HasField("pin"))
+
+    async def pins(self) -> admin_pb2.ListPinsResponse:
+        """The pins of a data plane, and what may be pinned."""
+        return await self._ask(self._admin.ListPins, admin_pb2.ListPinsRequest())  # type: ignore[no-any-return]
+
     async def drain(self, *, grace_s: float = 60.0) -> int:
         """Stops a data plane's admission and waits for its streams; returns how many still ran when the time was up."""
         request = admin_pb2.DrainRequest()

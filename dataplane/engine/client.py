@@ -20,6 +20,7 @@ from dataplane.engine.messages import (
     Moved,
     NotFinite,
     Pause,
+    Pin,
     Query,
     Ready,
     Resume,
@@ -29,6 +30,7 @@ from dataplane.engine.messages import (
     Submit,
     Tokens,
     Unloaded,
+    Unpin,
     Unstage,
     Wanted,
 )
@@ -172,6 +174,14 @@ class EngineClient:
     def unstage(self, version: str, *, drop_device: bool = False) -> None:
         """Takes a version's image away."""
         self._send(Unstage(version, drop_device))
+
+    def pin(self, version: str, owner: str) -> None:
+        """Has a version brought to the device and kept there, on its owner's account."""
+        self._send(Pin(version, owner))
+
+    def unpin(self, version: str) -> None:
+        """Lets a pinned version make room again."""
+        self._send(Unpin(version))
 
     def fail(self, version: str, *, status: str, message: str) -> None:
         """Ends every request that waits for a version."""

@@ -186,8 +186,12 @@ class Residency:
         """Has a version loaded as if a request of its owner waited for it, and kept; its owner pays for the copy meanwhile."""
         with self._lock:
             self._pins[version] = owner
-            entry = self._find(version, owner, 1, self._shares.limit(owner))
-            if entry is not None:
+            limit = self._shares.limit(owner)
+            found = self._find(version, owner, 1, limit)
+            if found is None and self._wants[version].tenant != owner:
+                self._wants.hand_over(version, owner, weight=1, max_units=limit)
+            entry = found or self._entries.get(version)
+            if entry is not None and entry.place != "host":
                 self._charges.rebook(entry, owner)
 
     def unpin(self, version: str) -> None:

@@ -193,6 +193,25 @@ async def test_an_unload_says_what_came_free_in_every_tier_and_nothing_is_left(r
     assert (await rig.read(**BOT))[0].version == version, "it may be served, so it is loaded again"
 
 
+async def test_a_pinned_version_is_brought_to_the_device_and_the_pin_ends_with_an_unload(rig: Rig) -> None:
+    version = rig.plane.source.version
+    watch = Watch(rig)
+    request = admin_pb2.PinVersionRequest(version=version, lifetime=Duration(seconds=600))
+    made = (await rig.admin.PinVersion(request, metadata=bearer(OPERATOR))).pin
+    await watch.until(admin_pb2.TIER_DEVICE, version)
+    assert made.size_bytes == rig.node.cache.size_of(version)
+    listed = await rig.admin.ListPins(admin_pb2.ListPinsRequest(), metadata=bearer(OPERATOR))
+    assert list(listed.pins) == [made]
+    assert listed.pinned_bytes == made.size_bytes <= listed.max_pinned_bytes_per_tenant
+    assert (await unload(rig, version)).complete
+    listed = await rig.admin.ListPins(admin_pb2.ListPinsRequest(), metadata=bearer(OPERATOR))
+    assert not listed.pins
+    for lifetime in (Duration(), Duration(seconds=2_592_001)):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rig.admin.PinVersion(admin_pb2.PinVersionRequest(version=version, lifetime=lifetime), metadata=bearer(OPERATOR))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_an_unload_waits_for_streams_up_to_its_time_and_they_end_well(rig: Rig) -> None:
     version = rig.plane.source.version
     alone = (await rig.read(**BOT, max_tokens=150))[1]

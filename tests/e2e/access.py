@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from tests.e2e.driving import greedy
 from tests.fixtures.adapters import AdapterFiles
 from veneer.artifact import BaseDescription
-from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, tenants_pb2
+from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, placement_pb2, tenants_pb2
 from veneer.dataplane.v1 import admin_pb2
 from veneer.dataplane.v1 import generation_pb2 as pb
 
@@ -143,6 +143,9 @@ TABLE = {
         ),
         "RetireVersion": Row(lambda s: catalog_pb2.RetireVersionRequest(adapter="tone", version=s.spare), OK, PD, NF, PD, PD),
     },
+    "veneer.controlplane.v1.PlacementService": {
+        "LocateAdapter": Row(lambda s: placement_pb2.LocateAdapterRequest(adapter="tone", owner="acme"), OK, OK, NF, PD, PD),
+    },
     "veneer.controlplane.v1.NodeService": {
         "CreateEnrollmentToken": Row(
             lambda s: nodes_pb2.CreateEnrollmentTokenRequest(node_name="matrix-token"), PD, PD, PD, PD, OK
@@ -173,6 +176,11 @@ TABLE = {
     },
     "veneer.dataplane.v1.AdminService": {
         "GetResidency": Row(lambda s: admin_pb2.GetResidencyRequest(), PD, PD, PD, PD, OK),
+        "WatchResidency": Row(lambda s: admin_pb2.WatchResidencyRequest(), PD, PD, PD, PD, OK),
+        "UnloadVersion": Row(lambda s: admin_pb2.UnloadVersionRequest(version="0" * 64), PD, PD, PD, PD, OK),
+        "PinVersion": Row(lambda s: admin_pb2.PinVersionRequest(version=s.spare), PD, PD, PD, PD, IA),  # for no time
+        "UnpinVersion": Row(lambda s: admin_pb2.UnpinVersionRequest(version=s.spare), PD, PD, PD, PD, OK),
+        "ListPins": Row(lambda s: admin_pb2.ListPinsRequest(), PD, PD, PD, PD, OK),
         # A grace that no drain can have: whoever is let in hears of it, and the node goes on.
         "Drain": Row(lambda s: admin_pb2.DrainRequest(grace=Duration(seconds=-1)), PD, PD, PD, PD, IA),
     },

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from veneer.cli import catalog, generation, nodes, operations, stack, tenants
+from veneer.cli import catalog, generation, nodes, operations, pins, stack, tenants
 from veneer.cli.output import print_error
 from veneer.cli.target import DEFAULT_STATE, Target
 from veneer.errors import VeneerError
@@ -84,6 +84,9 @@ app.command("retire")(catalog.retire)
 app.command("delete")(catalog.delete)
 app.command("generate")(generation.generate)
 app.add_typer(operations.bases, name="base", help="Base models (for operators).")
+nodes.nodes.command("pin")(pins.pin)
+nodes.nodes.command("unpin")(pins.unpin)
+nodes.nodes.command("pins")(pins.pins)
 app.add_typer(nodes.nodes, name="node", help="Data planes (for operators).")
 app.add_typer(tenants.tenants, name="tenant", help="Tenants (for operators).")
 app.add_typer(tenants.keys, name="key", help="Keys of a tenant (for its owners, and with --tenant for operators).")

@@ -81,7 +81,7 @@ def unload(
 
     async def run() -> admin_pb2.UnloadVersionResponse:
         async with target.operator() as operator:
-            return await operator.unload(await _whole(operator, version), wait_s=wait_s)
+            return await operator.unload(await whole_digest(operator, version), wait_s=wait_s)
 
     done = asyncio.run(run())
     if json:
@@ -100,8 +100,12 @@ def unload(
         raise typer.Exit(1)
 
 
-async def _whole(operator: OperatorClient, version: str) -> str:
-    """Completes a digest by what the node holds."""
+async def whole_digest(operator: OperatorClient, version: str) -> str:
+    """Completes a digest by what the node holds.
+
+    Raises:
+        NotFoundError: It holds no such version, or several.
+    """
     if len(version) == _DIGEST_LENGTH:
         return version
     found = [one.version for one in (await operator.residency()).versions if one.version.startswith(version)]

@@ -40,7 +40,7 @@ def test_everybody_who_waits_is_counted_under_one_reason() -> None:
     add(scheduler, submit("no pages", 30, tenant="u", max_tokens=1))
     loop.turn()
     reasons = scheduler.waiting_by_reason()
-    assert reasons == {"pages": 1, "rank_rows": 1, "arena": 1, "image": 1, "paused": 0, "capacity": 0, "turn": 0}
+    assert reasons == {"pages": 1, "rank_rows": 1, "arena": 1, "budget": 0, "image": 1, "paused": 0, "capacity": 0, "turn": 0}
     for i in range(4):
         add(scheduler, submit(f"more{i}", 2, tenant="v", max_tokens=9))
     loop.turn()

@@ -125,6 +125,17 @@ def test_a_version_is_seen_where_it_is_and_unloaded_with_proof(veneer: Run, make
     assert "no versions that begin with" in veneer("node", "unload", version[:12]).err
 
 
+def test_a_version_is_pinned_for_a_time_and_let_go(veneer: Run, make_folder: Callable[[int], Path]) -> None:
+    version = json.loads(ok(veneer("publish", make_folder(8), "--adapter", "kept", "--json")))["version"]["digest"]
+    assert "stays until" in ok(veneer("node", "pin", version, "--for", 1))
+    [listed] = json.loads(ok(veneer("node", "pins", "--json")))["pins"]
+    assert (listed["version"], listed["owner"]) == (version, "acme")
+    assert version[:12] in ok(veneer("node", "pins"))
+    assert "is no longer pinned" in ok(veneer("node", "unpin", version))
+    assert "was not pinned" in ok(veneer("node", "unpin", version))
+    assert json.loads(ok(veneer("node", "pins", "--json"))).get("pins", []) == []
+
+
 def test_a_data_plane_is_let_in_by_a_token_and_turned_out(veneer: Run, stack: LocalStack, tmp_path: Path) -> None:
     assert SECRET.fullmatch(ok(veneer("node", "token", "second")).strip())
     file = tmp_path / "token"
