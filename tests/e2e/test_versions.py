@@ -230,6 +230,7 @@ async def test_a_retired_version_ends_for_new_requests_and_not_for_running_ones(
 ) -> None:
     one = (await publish(acme, "E", adapter="ageing")).version.digest
     await publish(acme, "F", adapter="ageing", alias="stable")
+    await generate(acme, "ageing", version=one, max_tokens=40)  # whole pages, which are kept
     async with conserved(operator):
         running = Stream(acme, "ageing", version=one, max_tokens=900)
         await running.first()
