@@ -152,12 +152,13 @@ async def test_a_data_plane_starts_over_a_cache_folder_full_of_rubbish(stack: Lo
     version = (await publish(acme, "C", adapter="rubbish")).version.digest
     assert (await generate(acme, "rubbish")).text == "C" * 8
     await aside(stack.data_plane.stop)
-    (image,) = stack.folder.rglob(f"{version}.image")
+    (image,) = stack.folder.rglob(f"{version}.*.image")
+    ending = image.name.removeprefix(version)
     image.write_bytes(image.read_bytes()[:-1] + b"\x00\x01")
     folder = image.parent
-    (folder / f"{'0' * 64}.image").mkdir()
-    (folder / f"{'1' * 64}.image").symlink_to("/nowhere")
-    (folder / f"{'2' * 64}.image").write_bytes(b"")
+    (folder / f"{'0' * 64}{ending}").mkdir()
+    (folder / f"{'1' * 64}{ending}").symlink_to("/nowhere")
+    (folder / f"{'2' * 64}{ending}").write_bytes(b"")
     (folder / "x.tmp").mkdir()
     (folder / "y.tmp").write_bytes(b"half an image")
     (folder.parent / "work").mkdir(exist_ok=True)
