@@ -208,8 +208,8 @@ async def _answers(
     expected: Outcome | None,
     mode: pb.FallbackMode.ValueType = pb.FALLBACK_MODE_UNSPECIFIED,
 ) -> bool:
-    """Whether what comes is what is expected; None: no answer at all, in a second."""
-    found = await outcome(client, mode, adapter=adapter, timeout_s=1.0 if expected is None else 60.0)
+    """Whether what comes is what is expected, in some seconds; None: no answer at all, in a second."""
+    found = await outcome(client, mode, adapter=adapter, timeout_s=1.0 if expected is None else 5.0)
     return found.word in ("DEADLINE_EXCEEDED", "UNAVAILABLE") if expected is None else found == expected
 
 

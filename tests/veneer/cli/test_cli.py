@@ -110,14 +110,14 @@ def test_status_shows_health_and_residency(veneer: Run) -> None:
 
 
 def test_a_version_is_seen_where_it_is_and_unloaded_with_proof(veneer: Run, make_folder: Callable[[int], Path]) -> None:
-    published = json.loads(ok(veneer("publish", make_folder(7), "--adapter", "leaving", "--json")))
+    published = json.loads(ok(veneer("publish", make_folder(7), "--adapter", "outgoing", "--json")))
     version = published["version"]["digest"]
-    ok(veneer("generate", "hello", "--adapter", "leaving", "--max-tokens", 40, "--temperature", 0))
+    ok(veneer("generate", "hello", "--adapter", "outgoing", "--max-tokens", 40, "--temperature", 0))
     assert version[:12] in ok(veneer("node", "residency"))
     found = json.loads(ok(veneer("node", "residency", "--json")))["versions"]
     assert {one["version"]: one["tier"] for one in found}[version] == "TIER_DEVICE"
-    ok(veneer("publish", make_folder(9), "--adapter", "leaving", "--alias", "stable"))
-    ok(veneer("retire", "leaving", "v1"))  # else the plan may have it brought again
+    ok(veneer("publish", make_folder(9), "--adapter", "outgoing", "--alias", "stable"))
+    ok(veneer("retire", "outgoing", "v1"))  # else the plan may have it brought again
     said = ok(veneer("node", "unload", version))
     assert "nothing is left" in said
     assert "0 B on the device" not in said
