@@ -1,0 +1,87 @@
+"""The change feed against what the found orders say was done: nothing skipped, nothing made up, each alias in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.histories.model import AdapterState, State, step
+from benchmarks.histories.records import Change, Delete, Feed, Moved, Operation, Publish, Retire, Violation
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What one adapter's operations must have told the feed.
+
+    Attributes:
+        moves: Events of each alias, in order.
+        versions: How often each version must have been told of.
+    """
+
+    moves: Mapping[str, Sequence[Change]]
+    versions: Counter[str]
+
+
+def effects_of(subject: str, order: Sequence[Operation], start: State) -> Effects:
+    """Returns the events that a sequence of operations makes."""
+    moves: dict[str, list[Change]] = {}
+    versions: Counter[str] = Counter()
+    state = start
+    for one in order:
+        _, after = step(state, one)
+        assert isinstance(state, AdapterState)
+        assert isinstance(after, AdapterState)
+        if (state.versions, state.generations) != (after.versions, after.generations):
+            if isinstance(one.what, Publish):
+                versions[one.what.digest] += 1
+            elif isinstance(one.what, Retire | Delete):
+                versions[one.what.version] += 1
+            for moved in _moved_between(state, after):
+                version = moved.arms[0][0] if len(moved.arms) == 1 else ""
+                moves.setdefault(moved.alias, []).append(Change("ALIAS", subject, version, moved.generation))
+        state = after
+    return Effects(moves, versions)
+
+
+def _moved_between(before: AdapterState, after: AdapterState) -> Iterator[Moved]:
+    known = dict(before.generations)
+    for name, generation in after.generations:
+        if known.get(name) != generation:
+            yield after.alias(name) or Moved(name, generation, ())
+
+
+def check_feed(subject: str, feed: Feed, effects: Effects) -> list[Violation]:
+    """Returns what the feed did wrong about one adapter.
+
+    A feed that said to read everything again, as it does when the database was restarted, owes only what came after that.
+    """
+    mine = [one for one in feed.changes if one.subject == subject]
+    kept = mine if not feed.resets else [one for one in feed.changes[feed.resets[-1] :] if one.subject == subject]
+    expected = Counter(one for moves in effects.moves.values() for one in moves)
+    seen = Counter(one for one in mine if one.kind == "ALIAS")
+    told = Counter(one.version for one in mine if one.kind == "VERSION")
+    extra = [*map(str, (seen - expected).elements()), *(f"version {one[:12]}" for one in (told - effects.versions).elements())]
+    missing = [*map(str, (expected - seen).elements()), *(f"version {one[:12]}" for one in (effects.versions - told).elements())]
+    found = [Violation("the feed tells what was done, once", subject, f"{one} was made up or told again") for one in extra]
+    if not feed.resets:
+        found += [Violation("the feed skips nothing", subject, f"{one} was not told") for one in missing]
+    moved = [one for one in kept if one.kind == "ALIAS"]
+    if not found and not _is_interleaving(moved, list(effects.moves.values()), from_anywhere=bool(feed.resets)):
+        found.append(Violation("the feed is in the order of commits", subject, "no order of each alias's moves reads like this"))
+    return found
+
+
+def _is_interleaving(events: Sequence[Change], lanes: Sequence[Sequence[Change]], *, from_anywhere: bool) -> bool:
+    """Whether events are lanes merged, whole ones or (after a reset) an end of each."""
+    full = tuple(len(lane) for lane in lanes)
+    places = set(itertools.product(*(range(length + 1) for length in full))) if from_anywhere else {(0,) * len(lanes)}
+    for event in events:
+        places = {
+            tuple(place + (other == at) for other, place in enumerate(reached))
+            for reached in places
+            for at, lane in enumerate(lanes)
+            if reached[at] < len(lane) and lane[reached[at]] == event
+        }
+    return full in places

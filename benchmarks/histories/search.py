@@ -1,0 +1,123 @@
+"""Looks for an order of operations that fits a sequential model: is a history linearizable?
+
+A depth-first walk over the operations that may come next (those called before any other outstanding one returned), which
+never enters the same pair of what is done and the state after it twice.
+
+Source: Wing, Gong: Testing and verifying concurrent objects (1993); Lowe: Testing for linearizability (2017), for the memo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.histories.model import State, step
+from benchmarks.histories.records import Lost, Operation
+
+_MAX_CONFIGURATIONS = 400_000
+
+
+@dataclass(frozen=True, slots=True)
+class Linearization:
+    """What the search found.
+
+    Attributes:
+        order: Operations in an order that fits, as far as one does; operations without effect or known outcome are left out.
+        state: State after them.
+        stuck: Operations of which none could come next; empty when all fit.
+        is_decided: False when the search gave up.
+    """
+
+    order: tuple[Operation, ...]
+    state: State
+    stuck: tuple[Operation, ...] = ()
+    is_decided: bool = True
+
+    @property
+    def fits(self) -> bool:
+        """Whether the whole history does."""
+        return self.is_decided and not self.stuck
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A point of the walk: which known operations are done, which unknown ones took effect, and the state after both."""
+
+    known: int
+    unknown: int
+    state: State
+
+
+class _Walk:
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        by_call = sorted(operations, key=lambda one: one.call)
+        self.known = [one for one in by_call if one.outcome is not None and not isinstance(one.outcome, Lost)]
+        self.unknown = [one for one in by_call if one.outcome is None]
+        self.everything = (1 << len(self.known)) - 1
+
+    def outstanding(self, node: _Node) -> list[tuple[int, Operation]]:
+        """Known operations of which one must come next: what was called before the first of the outstanding returned."""
+        first_end: int | None = None
+        found: list[tuple[int, Operation]] = []
+        rest = self.everything & ~node.known
+        while rest:
+            at = (rest & -rest).bit_length() - 1
+            one = self.known[at]
+            if first_end is not None and one.call > first_end:
+                break
+            first_end = one.end if first_end is None else min(first_end, one.end)
+            found.append((at, one))
+            rest &= rest - 1
+        found = [(at, one) for at, one in found if first_end is None or one.call <= first_end]
+        return sorted(found, key=lambda pair: pair[1].end)
+
+    def after(self, node: _Node) -> Iterator[tuple[Operation, _Node]]:
+        """Every operation that may come next, with the point after it; unknown ones last."""
+        outstanding = self.outstanding(node)
+        for at, one in outstanding:
+            outcome, state = step(node.state, one)
+            if outcome == one.outcome:
+                yield one, _Node(node.known | 1 << at, node.unknown, state)
+        latest = max((one.end for _, one in outstanding[:1]), default=None)
+        for at, one in enumerate(self.unknown):
+            if node.unknown >> at & 1 or latest is None or one.call > latest:
+                continue
+            _, state = step(node.state, one)
+            if state != node.state:  # where it changes nothing it need not have happened
+                yield one, _Node(node.known, node.unknown | 1 << at, state)
+
+
+def linearize(operations: Sequence[Operation], start: State, *, max_configurations: int = _MAX_CONFIGURATIONS) -> Linearization:
+    """Looks for an order of the operations of one subject that fits the model.
+
+    Args:
+        operations: All about one adapter or key.
+        start: State before them.
+        max_configurations: Points after which the search gives up.
+
+    Returns:
+        The first order that fits; if none does, the longest part of one, and what could not follow it.
+    """
+    walk = _Walk(operations)
+    root = _Node(0, 0, start)
+    seen = {root}
+    path: list[tuple[Operation | None, _Node, Iterator[tuple[Operation, _Node]]]] = [(None, root, walk.after(root))]
+    best: list[Operation] = []
+    best_node = root
+    while path:
+        _, node, following = path[-1]
+        if node.known == walk.everything:
+            return Linearization(tuple(one for one, _, _ in path if one is not None), node.state)
+        if node.known.bit_count() > best_node.known.bit_count():
+            best, best_node = [one for one, _, _ in path if one is not None], node
+        for one, child in following:
+            if child not in seen:
+                seen.add(child)
+                path.append((one, child, walk.after(child)))
+                break
+        else:
+            path.pop()
+        if len(seen) > max_configurations:
+            return Linearization(tuple(best), best_node.state, is_decided=False)
+    stuck = tuple(one for _, one in walk.outstanding(best_node))
+    return Linearization(tuple(best), best_node.state, stuck)
