@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,14 @@ from dataplane.engine.plan import Plan
 from dataplane.engine.stepping import Done, OverlappedStepping, Run, SerialStepping
 
 PLANS = [Plan((), number, frozenset()) for number in (1, 2, 3)]
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where whoever started the tests ignores it, as shells do in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def overlapped(run: Run, *, wake: Callable[[], None] = lambda: None) -> OverlappedStepping:
@@ -84,6 +92,7 @@ def test_a_loop_that_ends_while_a_step_runs_waits_for_it() -> None:
     assert ended == PLANS[:1]
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_a_signal_that_ends_the_drive_ends_a_loop_that_waits_for_something_else() -> None:
     woken, ended, driver = threading.Event(), threading.Event(), threading.get_ident()
     stepping = overlapped(lambda _: [], wake=woken.set)
@@ -102,6 +111,7 @@ def test_a_signal_that_ends_the_drive_ends_a_loop_that_waits_for_something_else(
     assert not [thread for thread in threading.enumerate() if thread.name == "engine-loop"]
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_a_signal_while_a_step_runs_is_raised_in_the_loop_that_waits_for_it() -> None:
     seen: list[BaseException] = []
 
