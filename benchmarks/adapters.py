@@ -24,8 +24,8 @@ from dataplane.engine.config import EngineConfig
 from demo.prepare import default_folder, prepare
 from veneer.artifact import describe_base
 
-FULL = Scale(catalogue=3000, room=40, streams=64, waiting=128, requests=400, rounds=2)
-SHORT = Scale(catalogue=300, room=10, streams=16, waiting=32, requests=100, rounds=1)
+FULL = Scale(catalogue=3000, room=40, streams=64, waiting=128, requests=400, uniform=(40, 100, 300, 1000, 3000), rounds=2)
+SHORT = Scale(catalogue=300, room=10, streams=16, waiting=32, requests=100, uniform=(10, 25, 50, 100, 300), rounds=1)
 
 
 def sections(scale: Scale) -> dict[str, Callable[[], list[Row]]]:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 
+from benchmarks.beside import beside
 from benchmarks.fleet import Fleet, ImageFolder, Tenant
 from benchmarks.report import Row
 from kernels.rows import aligned_rank
@@ -44,8 +45,7 @@ async def measure_budget(images: ImageFolder, *, seconds: float) -> list[Row]:
             for place in itertools.count(turn):
                 await fleet.stream(line[place % len(line)], output_tokens=OUTPUT, tenant=tenant)
 
-        workers = [asyncio.create_task(keep_busy(tenant, turn)) for tenant in tenants for turn in range(_OUTSTANDING)]
-        try:
+        async with beside(keep_busy(tenant, turn) for tenant in tenants for turn in range(_OUTSTANDING)):
             while min(tenant.num_tokens for tenant in tenants) < STREAMS * OUTPUT // 2:
                 await fleet.state()
             before = [tenant.num_tokens for tenant in tenants]
@@ -58,10 +58,6 @@ async def measure_budget(images: ImageFolder, *, seconds: float) -> list[Row]:
                 waiting.append(state.waiting_by_reason["budget"])
                 await asyncio.sleep(0.1)
             served = [tenant.num_tokens - count for tenant, count in zip(tenants, before, strict=True)]
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
     weights = sum(tenant.weight for tenant in tenants)
     ratios = [count / sum(served) * weights / tenant.weight for tenant, count in zip(tenants, served, strict=True)]
     print(f"{'tenant':8}{'weight':>8}{'tokens':>10}{'share / weight':>16}")

@@ -17,6 +17,7 @@ import psutil
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.beside import beside
 from benchmarks.fleet import PROMPT_TOKENS
 from benchmarks.random_adapters import block_bytes, kind_of, write_adapter
 from benchmarks.report import Row
@@ -196,16 +197,11 @@ async def measure_store(stack: Stack, *, count: int) -> list[Row]:
         for adapter in resident:
             await _ttft(client, prompt(), adapter=adapter)
         hops_before = await _hops(stack.local.state.data_metrics)
-        tasks = [asyncio.create_task(run(adapter)) for adapter in resident]
-        try:
+        async with beside(map(run, resident)):
             await asyncio.sleep(1.0)
             for turn in range(count):
                 for kind, adapter in (("warm", resident[turn % _RESIDENT]), ("cold", fresh[turn].name)):
                     waits[kind].append(await _ttft(client, prompt(), adapter=adapter))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
         hops_after = await _hops(stack.local.state.data_metrics)
     cold_s, warm_s = statistics.median(waits["cold"]), statistics.median(waits["warm"])
     step_s = statistics.median(gaps)

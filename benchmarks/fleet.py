@@ -240,13 +240,14 @@ class Fleet:
                     begun.append((time.perf_counter(), await self.state(), len(self.loads)))
 
         workers = [asyncio.create_task(work()) for _ in range(outstanding)]
-        done, pending = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
+        _, pending = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
         end_s, end, num_loads = time.perf_counter(), await self.state(), len(self.loads)
         for worker in pending:
             worker.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for worker in done:
-            worker.result()
+        ended = await asyncio.gather(*workers, return_exceptions=True)
+        for failure in ended:
+            if failure is not None and not isinstance(failure, asyncio.CancelledError):
+                raise failure
         start_s, start, loads_before = begun[0]
         tokens = sum(start_s < moment <= end_s for moment in self.times_s)
         hits, misses = end.device_hits - start.device_hits, end.host_hits - start.host_hits

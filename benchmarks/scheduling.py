@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import report
+from benchmarks.beside import beside
 from benchmarks.report import Row
 from dataplane.engine.batch import StepBuffers
 from dataplane.engine.client import EngineClient
@@ -230,37 +231,22 @@ class _Load:
 async def _victim(client: _Counting, tenants: Sequence[str], *, prompt: int, count: int) -> list[_First]:
     """Keeps an engine full and sends one request of another tenant after the other; returns their first tokens."""
     load = _Load(client)
-    busy = [
-        asyncio.create_task(load.keep_busy(tenants[index % len(tenants)], prompt=prompt, output=OUTPUT))
-        for index in range(4 * SEATS)
-    ]
-    try:
+    busy = (load.keep_busy(tenants[index % len(tenants)], prompt=prompt, output=OUTPUT) for index in range(4 * SEATS))
+    async with beside(busy):
         await load.begun(tenants[:1])
         return [await load.run(load.request("victim", prompt=prompt, output=1)) for _ in range(count)]
-    finally:
-        for task in busy:
-            task.cancel()
-        await asyncio.gather(*busy, return_exceptions=True)
 
 
 async def _share(client: _Counting, *, seconds: float) -> float:
     """Returns a backlogged tenant's part of all tokens over its weight's part, while another sends ten times as much."""
     load = _Load(client)
     counts = {"flood": 10 * SEATS, "victim": SEATS}
-    busy = [
-        asyncio.create_task(load.keep_busy(tenant, prompt=32, output=OUTPUT))
-        for tenant, count in counts.items()
-        for _ in range(count)
-    ]
-    try:
+    busy = (load.keep_busy(tenant, prompt=32, output=OUTPUT) for tenant, count in counts.items() for _ in range(count))
+    async with beside(busy):
         await load.begun(list(counts))
         load.tokens.clear()
         await asyncio.sleep(seconds)
         return 2 * load.tokens["victim"] / load.tokens.total()
-    finally:
-        for task in busy:
-            task.cancel()
-        await asyncio.gather(*busy, return_exceptions=True)
 
 
 async def _prefix(client: _Counting, *, count: int) -> float:

@@ -25,6 +25,7 @@ class Scale:
         streams: Requests that run at the same time.
         waiting: Requests that wait beside.
         requests: Requests that are counted; as many as are outstanding come before and after them.
+        uniform: Sizes of the catalogues of which all adapters are asked for alike, from `room` to `catalogue`.
         rounds: Alternations.
     """
 
@@ -33,6 +34,7 @@ class Scale:
     streams: int
     waiting: int
     requests: int
+    uniform: tuple[int, ...]
     rounds: int
 
     @property
@@ -85,10 +87,10 @@ async def measure_uniform(images: ImageFolder, scale: Scale) -> list[Row]:
     Where each request needs a load, a request takes that time and the load's.
     """
     found: list[Fed] = []
-    sizes = (scale.room, 3 * scale.room, scale.catalogue)
-    for size in sizes:
+    num_requests = 2 * scale.requests // 5  # of each of five, with what comes before them as long as three whole traces
+    for size in scale.uniform:
         print(f"uniform over {size}")
-        trace = traces.uniform(size, scale.length).tolist()
+        trace = traces.uniform(size, num_requests + 2 * scale.outstanding).tolist()
         found.append(await _feed(images, trace, room=scale.room, streams=scale.streams, outstanding=scale.outstanding))
     print(f"uniform over {scale.room}, a stream an adapter")
     streams = min(scale.streams, scale.room)
@@ -99,7 +101,7 @@ async def measure_uniform(images: ImageFolder, scale: Scale) -> list[Row]:
     return [
         Row("thrash_floor", found[-1].tokens_per_s * request_s / OUTPUT, target=">= 0.8"),
         Row("thrash_monotone", max(rises), target="<= 1.05"),
-        *(Row(f"uniform/{size}", fed.tokens_per_s, unit="tokens/s") for size, fed in zip(sizes, found, strict=True)),
+        *(Row(f"uniform/{size}", fed.tokens_per_s, unit="tokens/s") for size, fed in zip(scale.uniform, found, strict=True)),
     ]
 
 

@@ -8,6 +8,7 @@ from benchmarks import traces
 from benchmarks.fleet import Fleet, ImageFolder
 from benchmarks.loads import measure_copy
 from benchmarks.models import write_random_llama
+from veneer.errors import InvalidArgumentError
 
 SMALL = {"kv_bytes": 32 << 20, "arena_bytes": 1 << 20, "arena_unit_bytes": 4096, "max_step_tokens": 256}
 
@@ -42,3 +43,9 @@ async def test_a_trace_over_more_adapters_than_there_is_room_for_is_served_to_it
 def test_a_load_is_compared_with_a_copy(images: ImageFolder) -> None:
     rows = {row.id: row.value for row in measure_copy(images, count=2)}
     assert rows["load_vs_copy"] > 0
+
+
+async def test_a_request_that_fails_ends_the_feed(images: ImageFolder) -> None:
+    async with Fleet.started(images, room=2, streams=2, output_tokens=4, max_rank=4, **SMALL) as fleet:
+        with pytest.raises(InvalidArgumentError):
+            await fleet.feed([0, 1, 0, 1], outstanding=2, output_tokens=4)
