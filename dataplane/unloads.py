@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dataplane.engine.messages import Unloaded
 from dataplane.metrics import Metrics
@@ -40,13 +40,22 @@ class Unload:
 
 @dataclass(slots=True)
 class _Pending:
+    """What came free so far, and how often the engine was asked and has not answered yet."""
+
     started_s: float
-    disk_bytes: int
-    done: asyncio.Event
+    num_open: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    kv_bytes: int = 0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Unloads:
     """Owned by the event loop. Between `begin` and what the engine says, requests that have begun still use the version.
+
+    A version may be staged and taken away again before the engine answered the first time. What it said then proves nothing of
+    the second time, so one unload ends with the engine's last answer, and counts them all.
 
     Args:
         metrics: Sums what came free.
@@ -63,23 +72,31 @@ class Unloads:
         return len(self._pending)
 
     def begin(self, version: str, *, disk_bytes: int) -> None:
-        """Notes that a version goes, and that its file has gone; before the engine is told."""
+        """Notes that a version goes, and that its file has gone; before the engine is told, once each time."""
         pending = self._pending.get(version)
         if pending is None:
-            pending = self._pending[version] = _Pending(time.monotonic(), 0, asyncio.Event())
+            pending = self._pending[version] = _Pending(time.monotonic())
+        pending.num_open += 1
         pending.disk_bytes += disk_bytes
 
     def finish(self, event: Unloaded) -> None:
-        """Hears from the engine that nothing is left of a version."""
-        pending = self._pending.pop(event.version, None)
+        """Hears from the engine that nothing is left of a version, or that it came back."""
+        pending = self._pending.get(event.version)
         if pending is None:
             return
+        pending.num_open -= event.num_asked
+        pending.device_bytes += event.device_bytes
+        pending.host_bytes += event.host_bytes
+        pending.kv_bytes += event.kv_bytes
+        if pending.num_open > 0:
+            return
+        del self._pending[event.version]
         unload = Unload(
             event.version,
-            device_bytes=event.device_bytes,
-            host_bytes=event.host_bytes,
+            device_bytes=pending.device_bytes,
+            host_bytes=pending.host_bytes,
             disk_bytes=pending.disk_bytes,
-            kv_bytes=event.kv_bytes,
+            kv_bytes=pending.kv_bytes,
             seconds=time.monotonic() - pending.started_s,
             came_back=event.came_back,
         )
@@ -105,8 +122,8 @@ class Unloads:
 
     def engine_lost(self) -> None:
         """Hears that the engine ended: what it held went with it, uncounted."""
-        for version in list(self._pending):
-            self.finish(Unloaded(version))
+        for version, pending in list(self._pending.items()):
+            self.finish(Unloaded(version, num_asked=pending.num_open))
 
     def last(self, version: str) -> Unload | None:
         """Returns what came free of a version the last time, if it is one of the last thousand."""

@@ -335,6 +335,7 @@ class Unloaded:
         host_bytes: Bytes of its mapped image.
         kv_bytes: Bytes of KV pages that it computed and that were kept for reuse.
         came_back: It was staged again before all was free, so its device copy stays.
+        num_asked: How many `Unstage` this answers.
     """
 
     version: str
@@ -342,6 +343,7 @@ class Unloaded:
     host_bytes: int = 0
     kv_bytes: int = 0
     came_back: bool = False
+    num_asked: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from dataplane.engine.adapters import DeviceAdapters
@@ -11,9 +12,10 @@ from dataplane.engine.scheduler import Scheduler
 
 @dataclass(slots=True)
 class _Unload:
-    device_bytes: int
-    host_bytes: int
-    num_pages: int
+    device_bytes: int = 0
+    host_bytes: int = 0
+    num_pages: int = 0
+    num_asked: int = 0
 
 
 class Unloads:
@@ -32,12 +34,12 @@ class Unloads:
         self._adapters = adapters
         self._scheduler = scheduler
         self._page_bytes = page_bytes
-        self._asked: set[str] = set()
+        self._asked: Counter[str] = Counter()
         self._begun: dict[str, _Unload] = {}
 
     def ask(self, version: str) -> None:
         """Takes a version away, now or as soon as what has begun allows it."""
-        self._asked.add(version)
+        self._asked[version] += 1
         self._begin()
 
     def settle(self) -> list[Unloaded]:
@@ -52,23 +54,21 @@ class Unloads:
 
     def cancel(self, version: str) -> Unloaded | None:
         """Hears that a version is staged again; returns what of it came free, if it was being taken away."""
-        if version in self._asked:
-            self._asked.discard(version)
-            return Unloaded(version, came_back=True)
-        unload = self._begun.pop(version, None)
-        if unload is None:
+        unload = self._begun.pop(version, _Unload())
+        unload.num_asked += self._asked.pop(version, 0)
+        if not unload.num_asked:
             return None
         unload.device_bytes = 0
         return self._report(version, unload, came_back=True)
 
     def _begin(self) -> None:
         for version in [version for version in self._asked if not self._scheduler.has_to_return(version)]:
-            self._asked.discard(version)
-            again = self._begun.pop(version, _Unload(0, 0, 0))
-            device_bytes = self._adapters.residency.arena_bytes(version)
-            host_bytes = self._adapters.unstage(version, drop_device=True)
-            num_pages = self._scheduler.prefix.bar(version)
-            self._begun[version] = _Unload(device_bytes, again.host_bytes + host_bytes, again.num_pages + num_pages)
+            unload = self._begun.setdefault(version, _Unload())
+            unload.num_asked += self._asked.pop(version)
+            unload.device_bytes = self._adapters.residency.arena_bytes(version)
+            unload.host_bytes += self._adapters.unstage(version, drop_device=True)
+            unload.num_pages += self._scheduler.prefix.bar(version)
 
     def _report(self, version: str, unload: _Unload, *, came_back: bool = False) -> Unloaded:
-        return Unloaded(version, unload.device_bytes, unload.host_bytes, unload.num_pages * self._page_bytes, came_back)
+        kv_bytes = unload.num_pages * self._page_bytes
+        return Unloaded(version, unload.device_bytes, unload.host_bytes, kv_bytes, came_back, unload.num_asked)

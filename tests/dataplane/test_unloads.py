@@ -40,10 +40,30 @@ async def test_what_goes_twice_at_once_is_one_unload() -> None:
     unloads, _ = make()
     unloads.begin(VERSION, disk_bytes=40)
     unloads.begin(VERSION, disk_bytes=2)
-    unloads.finish(Unloaded(VERSION, 10))
+    unloads.finish(Unloaded(VERSION, 10, num_asked=2))
     unload = unloads.last(VERSION)
     assert unload is not None
     assert (unload.disk_bytes, unloads.num_pending) == (42, 0)
+
+
+async def test_what_came_back_and_goes_again_is_gone_with_the_last_answer() -> None:
+    unloads, registry = make()
+    unloads.begin(VERSION, disk_bytes=40)
+    unloads.begin(VERSION, disk_bytes=40)
+    unloads.finish(Unloaded(VERSION, host_bytes=20, kv_bytes=30, came_back=True))
+    assert not await unloads.wait(VERSION, timeout_s=0)
+    assert (unloads.num_pending, unloads.last(VERSION)) == (1, None)
+    unloads.finish(Unloaded(VERSION, 10, 20))
+    unload = unloads.last(VERSION)
+    assert unload is not None
+    assert not unload.came_back
+    assert (unload.device_bytes, unload.host_bytes, unload.disk_bytes, unload.kv_bytes) == (10, 40, 80, 30)
+    assert await unloads.wait(VERSION, timeout_s=0)
+    assert registry.get_sample_value("veneer_adapter_unloads_total") == 1
+    unloads.begin(VERSION, disk_bytes=1)
+    unloads.begin(VERSION, disk_bytes=1)
+    unloads.engine_lost()
+    assert unloads.num_pending == 0
 
 
 async def test_an_engine_that_ended_holds_nothing_any_more() -> None:

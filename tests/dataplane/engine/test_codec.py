@@ -42,7 +42,7 @@ MESSAGES = [
     Wanted("v"),
     Moved("v", "device", 0.25, rank=8, size_bytes=100, epoch=3),
     Moved("v", "host", reason="room"),
-    Unloaded("v", 1, 2, 3, came_back=True),
+    Unloaded("v", 1, 2, 3, came_back=True, num_asked=2),
     NotFinite(None, "a"),
     State(
         token=1, running=2, waiting=3, kv_pages_used=4, kv_pages_total=5, arena_bytes_used=6, arena_bytes_total=7, leases=8,

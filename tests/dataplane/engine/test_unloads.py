@@ -10,6 +10,7 @@ import pytest
 
 from dataplane.engine.client import EngineClient
 from dataplane.engine.messages import Unloaded
+from dataplane.engine.unloads import Unloads
 from dataplane.lora.image import open_image
 from tests.dataplane.engine.driving import FakeAdapters, Loop, add, assert_idle, expected, make, submit
 from tests.dataplane.engine.serving import collect, idle, request
@@ -134,6 +135,75 @@ async def test_a_version_that_is_staged_again_meanwhile_comes_back(started: Any,
     async for _ in stream:
         pass
     assert (await idle(taken.client)).arena_bytes_used > 0
+
+
+async def test_a_version_that_is_taken_twice_and_staged_meanwhile_is_answered_once_for_both(started: Any, adapters: Any) -> None:
+    """The second time finds the first still open, since a stream runs: what comes back ends both."""
+    taken = Taken(await started(), adapters)
+    taken.client.stage("v1", adapters["v1"][0])
+    stream = taken.client.submit(request("a", LONG, version="v1", max_tokens=60))
+    await anext(stream)
+    taken.take("v1")
+    taken.take("v1")
+    taken.client.stage("v1", adapters["v1"][0])
+    proof = await taken.proof()
+    assert (proof.came_back, proof.num_asked, proof.device_bytes) == (True, 2, 0)
+    async for _ in stream:
+        pass
+    await collect(taken.client, request("b", [9, 8], version="v1"))
+    assert (await idle(taken.client)).arena_bytes_used > 0
+    assert len(taken.unloaded) == 1, "it came back; nothing is told when it makes room later"
+
+
+async def test_every_time_that_a_version_is_taken_is_answered(started: Any, adapters: Any) -> None:
+    taken = Taken(await started(), adapters)
+    taken.client.stage("v1", adapters["v1"][0])
+    stream = taken.client.submit(request("a", LONG, version="v1", max_tokens=60))
+    await anext(stream)
+    for _ in range(3):
+        taken.take("v1")
+        taken.client.stage("v1", adapters["v1"][0])
+    taken.take("v1")
+    async for _ in stream:
+        pass
+    async with asyncio.timeout(60):
+        while sum(event.num_asked for event in taken.unloaded) < 4:  # noqa: ASYNC110  the double only notes
+            await asyncio.sleep(0.01)
+    assert [event.came_back for event in taken.unloaded] == [True, True, True, False]
+    await taken.assert_nothing_is_left()
+
+
+def test_a_version_that_a_request_has_to_return_to_comes_back_with_what_was_open_before() -> None:
+    """The first time begins; the second waits for a preempted request; staged again, both end."""
+    adapters = FakeAdapters({"v1r8"})
+    scheduler = make(num_pages=8, max_sequences=2, adapters=adapters)
+    has_to_return = False
+    unloads = Unloads(_Held(5), scheduler, page_bytes=1)  # type: ignore[arg-type]
+    scheduler.has_to_return = lambda _version: has_to_return  # type: ignore[method-assign]
+    unloads.ask("v1r8")
+    assert unloads.settle() == [], "a lease is held"
+    has_to_return = True
+    unloads.ask("v1r8")
+    assert unloads.settle() == []
+    assert unloads.cancel("v1r8") == Unloaded("v1r8", host_bytes=7, came_back=True, num_asked=2)
+    has_to_return = False
+    assert unloads.settle() == [], "nothing is open any more"
+    assert unloads.cancel("v1r8") is None
+
+
+class _Held:
+    """Adapters of which a copy is held whatever is told."""
+
+    def __init__(self, arena_bytes: int) -> None:
+        self.residency = self
+        self._arena_bytes = arena_bytes
+
+    def arena_bytes(self, _version: str) -> int:
+        return self._arena_bytes
+
+    def unstage(self, _version: str, *, drop_device: bool) -> int:
+        assert drop_device
+        return 7
 
 
 async def test_a_version_that_the_engine_never_knew_is_gone_too(started: Any, tmp_path: Path, adapters: Any) -> None:
