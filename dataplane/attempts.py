@@ -92,7 +92,7 @@ class Attempt:
     def _settle(self, first: tuple[int, Piece]) -> tuple[int, Piece]:
         """With a first token the engine holds a copy and a lease of its own."""
         if self._claim is not None:
-            self._claim.release()
+            self._claim.settle()
         return first
 
 

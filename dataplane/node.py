@@ -306,6 +306,7 @@ class Node:
                 release=self.prefetcher.unload,
                 is_full=lambda: self.prefetcher.is_full,
                 staged=Allowance(per_s=settings.hints_per_s, burst=64),
+                is_in_use=self.prefetcher.is_in_use,
                 released=Allowance(per_s=1.0, burst=8),
             )
             self._spawn(staging.run(), "staging")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 _RECHECK_AGAIN_S = 1.0
 _AHEAD_LEVEL = 0.9  # loads ahead fill free room only: above this part of the host budget they are dropped
 _LATELY_S = 600.0  # so long a version counts as asked for lately
+_JUST_NOW_S = 30.0  # so long after a request advice does not take its version away: the next one is likely
 _MAX_REMEMBERED = 1 << 16
 
 
@@ -80,6 +82,7 @@ class Prefetcher:
         self._loads = Loads(store, is_there=cache.__contains__, events=self, metrics=metrics, limits=limits, clock=clock)
         self._claims: dict[str, set[Claim]] = {}
         self._asked: OrderedDict[str, float] = OrderedDict()
+        self._running: Counter[str] = Counter()
         self._brought_ahead: dict[str, str] = {}
         self._staged: set[str] = set()
         self._on_device: set[str] = set()
@@ -112,7 +115,10 @@ class Prefetcher:
         self._cache.hold(version, Payer(tenant, max_bytes) if tenant else None)
         level: Level = "device" if version in self._on_device else "host" if version in self._cache else "store"
         claim = Claim(
-            lambda given, is_expected: self._release(version, given, is_expected=is_expected), tenant=tenant, level=level
+            lambda given, is_expected: self._release(version, given, is_expected=is_expected),
+            settle=lambda given: self._settle(version, given),
+            tenant=tenant,
+            level=level,
         )
         self._claims.setdefault(version, set()).add(claim)
         was_asked = self._note_asked(version)
@@ -159,6 +165,11 @@ class Prefetcher:
             self.recheck(version)
 
     def unload(self, version: str) -> None:
+    def is_in_use(self, version: str) -> bool:
+        """Whether requests wait for a version, run with it or asked for it just now, or it is pinned or on its way."""
+        is_fresh = self._clock() - self._asked.get(version, -math.inf) < _JUST_NOW_S
+        return is_fresh or version in self._claims or version in self._running or self._loads.get(version) is not None
+
         """Lets all of a version go that the node holds; it is loaded again when a request needs it and it may be served."""
         self._drop(version)
 
@@ -298,7 +309,15 @@ class Prefetcher:
             self._loads.ask(version, urgency)
 
     def _release(self, version: str, claim: Claim, *, is_expected: bool) -> None:
-        """A request does not wait for a version any more, or has what it waited for."""
+        """A request ended, or does not wait for a version any more."""
+        if not claim.is_settled:
+            self._take_back(version, claim, is_expected=is_expected)
+            return
+        self._running[version] -= 1
+        if not self._running[version]:
+            del self._running[version]
+
+    def _take_back(self, version: str, claim: Claim, *, is_expected: bool) -> None:
         self._cache.let_go(version)
         claims = self._claims[version]
         claims.remove(claim)
@@ -316,6 +335,11 @@ class Prefetcher:
 
     def _note_asked(self, version: str) -> bool:
         """Notes that a request asks for a version; returns whether another did lately."""
+    def _settle(self, version: str, claim: Claim) -> None:
+        """A request has what it waited for, and goes on using the version."""
+        self._running[version] += 1
+        self._take_back(version, claim, is_expected=False)
+
         now_s = self._clock()
         before_s = self._asked.pop(version, None)
         self._asked[version] = now_s

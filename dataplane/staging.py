@@ -1,7 +1,7 @@
 """Reads from Redis what the control plane would have this node hold; docs/adr/0042-placement.md has the key.
 
 Advice: it is acted on at a bounded rate, and a version that is brought is checked as any other. What may be let go is let go only
-where there is no room for what should come.
+where there is no room for what should come, and never while it is in use.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class StagingReader:
         identify: Returns the node's identifier in the catalogue.
         stage: Has a version brought, if there is room.
         release: Lets a version go.
+        is_in_use: Whether a version stays whatever the advice says.
         is_full: Whether there is no room for more.
         staged: Bounds the versions that are brought.
         released: Bounds those that are let go.
@@ -54,6 +55,7 @@ class StagingReader:
         identify: Callable[[], Awaitable[str]],
         stage: Callable[[str], None],
         release: Callable[[str], None],
+        is_in_use: Callable[[str], bool],
         is_full: Callable[[], bool],
         staged: Allowance,
         released: Allowance,
@@ -62,6 +64,7 @@ class StagingReader:
         self._identify = identify
         self._stage = stage
         self._release = release
+        self._is_in_use = is_in_use
         self._is_full = is_full
         self._staged = staged
         self._released = released
@@ -119,7 +122,11 @@ class StagingReader:
 
     def _make_room(self, versions: Iterable[str]) -> None:
         for version in _digests(versions):
-            if not self._is_full() or not self._released.take():
+            if not self._is_full():
+                return
+            if self._is_in_use(version):
+                continue
+            if not self._released.take():
                 return
             self._release(version)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -53,6 +54,7 @@ class Rig:
         self.cache = HostCache(folder, dtype="float32", max_bytes=1000)
         self.store = Fetches(self.cache)
         self.engine = ScriptedEngine()
+        self.skipped_s = 0.0
         self.refused: dict[str, VeneerError] = {}
         self.registry = CollectorRegistry()
         self.unloads = Unloads(make_metrics())
@@ -64,6 +66,7 @@ class Rig:
             metrics=Metrics(self.registry, base_name="tiny"),
             unloads=self.unloads,
             limits=LoadLimits(load_timeout_s=0.5, max_ahead=2, max_failures=2),
+            clock=lambda: time.monotonic() + self.skipped_s,
         )
         self.asked: list[str] = []
         self.was_asked = asyncio.Event()
@@ -441,3 +444,32 @@ async def test_a_tenant_reads_nothing_of_anothers_limit_that_ends_the_load_for_b
     assert "small" not in refused.value.message
     assert refused.value.retry_after_s
     assert rig.engine.calls == [("fail", VERSION, "UNAVAILABLE")]
+
+
+async def test_a_version_is_in_use_from_its_load_to_the_end_of_the_last_request_and_for_a_while_after(rig: Rig) -> None:
+    assert not rig.prefetcher.is_in_use(VERSION)
+    rig.store.open.clear()
+    rig.prefetcher.hint(VERSION)
+    assert rig.prefetcher.is_in_use(VERSION), "it is on its way"
+    rig.store.open.set()
+    await until(lambda: rig.prefetcher.num_loads == 0)
+    assert not rig.prefetcher.is_in_use(VERSION)
+    claims = [rig.prefetcher.ensure(VERSION) for _ in range(2)]
+    rig.skipped_s = 1000.0
+    for claim in claims:
+        assert rig.prefetcher.is_in_use(VERSION), "a request waits for it or runs"
+        claim.settle()
+        claim.settle()
+        assert rig.prefetcher.is_in_use(VERSION), "a request runs with it"
+    assert rig.cache.reserve(OTHER, size_bytes=1000) == (VERSION,), "the engine has a copy"
+    rig.cache.cancel(OTHER)
+    for claim in claims:
+        assert rig.prefetcher.is_in_use(VERSION)
+        claim.release()
+        claim.release()
+        claim.settle()
+    assert not rig.prefetcher.is_in_use(VERSION)
+    rig.prefetcher.ensure(VERSION).release()
+    assert rig.prefetcher.is_in_use(VERSION), "it was asked for just now"
+    rig.skipped_s = 2000.0
+    assert not rig.prefetcher.is_in_use(VERSION)

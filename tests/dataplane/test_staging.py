@@ -25,6 +25,7 @@ class Rig:
         self.server = server
         self.staged: list[str] = []
         self.released: list[str] = []
+        self.used: set[str] = set()
         self.room = 100
         self.looked = asyncio.Event()
 
@@ -41,6 +42,7 @@ class Rig:
             identify=identify,
             stage=self.staged.append,
             release=release,
+            is_in_use=lambda version: version in self.used,
             is_full=lambda: self.room <= 0,
             staged=Allowance(per_s=1e-9, burst=burst),
             released=Allowance(per_s=1e-9, burst=2),
@@ -85,6 +87,16 @@ async def test_without_room_others_have_what_is_let_go_first_and_no_more_than_ne
     await rig.reader.look()
     assert rig.released == [], "nothing wants its place"
     await rig.advise(stage=(FIRST,), release=(THIRD, SECOND))
+    await rig.reader.look()
+    assert (rig.staged, rig.released) == ([FIRST], [THIRD])
+
+
+async def test_what_is_in_use_stays_and_costs_nothing_of_what_may_be_let_go(build: Callable[..., Rig]) -> None:
+    rig = build()
+    rig.room = 0
+    in_use = tuple(f"{number:064x}" for number in range(10))
+    rig.used.update(in_use)
+    await rig.advise(stage=(FIRST,), release=(*in_use, THIRD))
     await rig.reader.look()
     assert (rig.staged, rig.released) == ([FIRST], [THIRD])
 
