@@ -44,6 +44,7 @@ class LoadLimits:
     """
 
     max_fetches: int = 8
+        restage_bytes: Images that a new engine is told of at once, of those asked for lately.
     load_timeout_s: float = 30.0
     prefetch_bytes_per_s: float = 0.0
     max_ahead: int = 64
@@ -52,6 +53,7 @@ class LoadLimits:
 
 
 @dataclass(slots=True, eq=False)
+    restage_bytes: int = 0
 class Load:
     """A load under way, or in line. Owned by `Loads`.
 

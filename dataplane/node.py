@@ -16,6 +16,7 @@ from dataplane.admin import AdminServicer
 from dataplane.catalog_client import ALIAS_MOVED, CatalogClient, Change, open_channel
 from dataplane.change_feed import ChangeFeed
 from dataplane.engine.client import EngineClient
+from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import State
 from dataplane.frontend.prompts import Prompts
 from dataplane.generation import Generator, StreamLimits
@@ -122,7 +123,7 @@ class Node:
             report_not_finite=self.client.report_not_finite,
         )
         self._state: State | None = None
-        self._build_loading(base, image_dtype=config.arena_dtype)
+        self._build_loading(base, config)
         ready = await self.supervisor.start()
         for line in ready.plan:
             _log.info("memory plan", extra={"line": line})
@@ -155,12 +156,12 @@ class Node:
         if self._channel is not None:
             await self._channel.close()
 
-    def _build_loading(self, base: BaseDescription, *, image_dtype: str) -> None:
+    def _build_loading(self, base: BaseDescription, config: EngineConfig) -> None:
         settings = self._settings
         settings.cache_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.cache = HostCache(
             settings.cache_folder / "images",
-            dtype=image_dtype,
+            dtype=config.arena_dtype,
             max_bytes=settings.host_cache_budget,
             policy=Recency() if settings.eviction == "lru" else None,
         )
@@ -171,7 +172,7 @@ class Node:
             base=base,
             base_weights=BaseWeights(settings.model_dir),
             folder=settings.cache_folder / "work",
-            dtype=image_dtype,
+            dtype=config.arena_dtype,
             max_loss=settings.max_adapter_loss,
             artifact_limits=Limits(max_rank=settings.max_rank),
             limits=StoreLimits(max_fetches=8 * settings.max_fetches),  # the prefetcher says which, and how many
@@ -191,6 +192,7 @@ class Node:
                 load_timeout_s=settings.load_timeout_s,
                 prefetch_bytes_per_s=settings.prefetch_bytes_per_s,
                 max_failures=settings.max_load_failures,
+                restage_bytes=config.arena_bytes,
             ),
         )
         self.supervisor.attach(self.prefetcher, self.residency)
@@ -304,9 +306,9 @@ class Node:
                 identify=self.client.identify,
                 stage=self.prefetcher.hint,
                 release=self.prefetcher.unload,
+                is_in_use=self.prefetcher.is_in_use,
                 is_full=lambda: self.prefetcher.is_full,
                 staged=Allowance(per_s=settings.hints_per_s, burst=64),
-                is_in_use=self.prefetcher.is_in_use,
                 released=Allowance(per_s=1.0, burst=8),
             )
             self._spawn(staging.run(), "staging")

@@ -78,6 +78,7 @@ class Prefetcher:
         self._may_serve = may_serve
         self._metrics = metrics
         self._unloads = unloads
+        self._limits = limits
         self._clock = clock
         self._loads = Loads(store, is_there=cache.__contains__, events=self, metrics=metrics, limits=limits, clock=clock)
         self._claims: dict[str, set[Claim]] = {}
@@ -203,6 +204,21 @@ class Prefetcher:
         self._staged.clear()
         self._on_device.clear()
         self._unloads.engine_lost()
+
+    def meet_engine(self) -> None:
+        """A new engine takes images: it is told of those asked for lately, the last first, as far as its device has room.
+
+        So their next requests wait for a copy, not for an image to be read and checked.
+        """
+        room_bytes, since_s = self._limits.restage_bytes, self._clock() - _LATELY_S
+        for version, asked_s in reversed(self._asked.items()):
+            size_bytes = self._cache.size_of(version)
+            if size_bytes is None:
+                continue
+            room_bytes -= size_bytes
+            if room_bytes < 0 or asked_s < since_s:
+                return
+            self._stage_if_there(version)
 
     async def confirm(self, load: Load) -> None:
         """See `LoadEvents`."""

@@ -33,6 +33,9 @@ class EngineEvents(Protocol):
     def forget_engine(self) -> None:
         """The engine is a new one."""
 
+    def meet_engine(self) -> None:
+        """It takes images now."""
+
 
 class EngineWatcher(Protocol):
     """Who hears what the engine holds, after those who act on it; the residency feed."""
@@ -206,6 +209,8 @@ class EngineSupervisor:
         self._metrics.engine_started()
         for version, owner in self._pins.items():
             client.pin(version, owner)
+        if self._events is not None:
+            self._events.meet_engine()
         return client
 
     def _on_death(self) -> None:

@@ -36,8 +36,9 @@ Note = Moved | Wanted | Fail
 class DeviceAdapters:
     """Residency, arena and the thread that copies between host memory and arena.
 
-    The step loop calls everything but `_run`. The copying thread opens and checks images, once, and copies bytes into units that
-    no step reads; the step loop itself makes a copied image visible (`settle`), in a slot that no step reads either.
+    The step loop calls everything but `_run`. The copying thread opens and checks images, once, those first that requests wait
+    for, and copies bytes into units that no step reads; the step loop itself makes a copied image visible (`settle`), in a slot
+    that no step reads either.
 
     Args:
         config: Settings.
@@ -253,18 +254,30 @@ class DeviceAdapters:
             self._wake.set()
 
     def _serve(self) -> None:
+        unopened: dict[str, tuple[Path, int]] = {}
         while True:
-            work = self._work.get()
+            self._receive(unopened)
             if self._stopping:
                 return
-            if work is not None:
-                self._open(*work)
-            else:
-                self._poked = False
+            if unopened:
+                version = next(filter(unopened.__contains__, self.residency.wanted()), next(iter(unopened)))
+                self._open(version, *unopened.pop(version))
             while not self._stopping and (plan := self.residency.next_load()) is not None:
                 self._blocked = False
                 self._copy(plan)
             self._blocked = any(version in self._images for version in self.residency.wanted())
+
+    def _receive(self, unopened: dict[str, tuple[Path, int]]) -> None:
+        """Takes what there is to do; waits for something where no image waits to be opened."""
+        while not unopened or not self._work.empty():
+            work = self._work.get()
+            if work is None:
+                self._poked = False
+                if self._work.empty():
+                    return
+            else:
+                version, path, number = work
+                unopened[version] = path, number
 
     def _open(self, version: str, path: Path, number: int) -> None:
         try:

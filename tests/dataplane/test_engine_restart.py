@@ -45,6 +45,9 @@ class Prefetcher:
     def forget_engine(self) -> None:
         self.num_engines += 1
 
+    def meet_engine(self) -> None:
+        pass
+
 
 class Rig:
     """A supervised engine with adapters of its own."""

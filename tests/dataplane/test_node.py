@@ -251,5 +251,8 @@ async def test_an_engine_that_is_killed_ends_its_streams_unavailable_and_comes_b
                 assert await call.read() is not grpc.aio.EOF
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await until(lambda: rig.node.supervisor._client is not None)
+        async with asyncio.timeout(60):
+            while (await rig.residency()).versions[0].tier != admin_pb2.TIER_HOST:  # noqa: ASYNC110  an operator can only ask
+                await asyncio.sleep(0.01)
         assert (await rig.read(**BOT))[1] == before
         await rig.until_health(health_pb2.HealthCheckResponse.SERVING)

@@ -65,7 +65,7 @@ class Rig:
             may_serve=self.may_serve,
             metrics=Metrics(self.registry, base_name="tiny"),
             unloads=self.unloads,
-            limits=LoadLimits(load_timeout_s=0.5, max_ahead=2, max_failures=2),
+            limits=LoadLimits(load_timeout_s=0.5, max_ahead=2, max_failures=2, restage_bytes=250),
             clock=lambda: time.monotonic() + self.skipped_s,
         )
         self.asked: list[str] = []
@@ -473,3 +473,37 @@ async def test_a_version_is_in_use_from_its_load_to_the_end_of_the_last_request_
     assert rig.prefetcher.is_in_use(VERSION), "it was asked for just now"
     rig.skipped_s = 2000.0
     assert not rig.prefetcher.is_in_use(VERSION)
+
+
+async def test_a_new_engine_is_told_of_what_was_asked_for_lately_as_far_as_its_device_has_room(rig: Rig) -> None:
+    for version in (VERSION, OTHER, THIRD):
+        claim = rig.prefetcher.ensure(version)
+        await claim.loaded
+        claim.release()
+    rig.prefetcher.hint("e" * 64)
+    await until(lambda: rig.prefetcher.num_loads == 0)
+    rig.prefetcher.ensure(VERSION).release()
+    rig.engine.calls.clear()
+    rig.prefetcher.forget_engine()
+    assert rig.engine.calls == []
+    rig.prefetcher.meet_engine()
+    assert rig.engine.calls == [rig.staged(VERSION), rig.staged(THIRD)], "the last ones, and two have room"
+    rig.prefetcher.ensure(THIRD).release()
+    rig.prefetcher.ensure(OTHER).release()
+    assert rig.engine.calls[2:] == [rig.staged(OTHER)]
+
+
+async def test_a_new_engine_is_not_told_of_what_is_gone_or_was_asked_for_long_ago(rig: Rig) -> None:
+    for version in (VERSION, OTHER):
+        claim = rig.prefetcher.ensure(version)
+        await claim.loaded
+        claim.release()
+    rig.cache.remove(OTHER)
+    rig.engine.calls.clear()
+    rig.prefetcher.forget_engine()
+    rig.skipped_s = 10_000.0
+    rig.prefetcher.meet_engine()
+    assert rig.engine.calls == []
+    rig.skipped_s = 0.0
+    rig.prefetcher.meet_engine()
+    assert rig.engine.calls == [rig.staged(VERSION)]

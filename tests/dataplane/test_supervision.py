@@ -113,6 +113,9 @@ class Rig:
     def forget_engine(self) -> None:
         self.heard.append(("forget",))
 
+    def meet_engine(self) -> None:
+        self.heard.append(("meet",))
+
 
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
@@ -146,7 +149,7 @@ async def test_what_the_engine_says_of_adapters_is_passed_on(rig: Rig) -> None:
     client.on_moved(Moved(VERSION, "host", 0.5, "room"))
     assert client.on_unloaded is not None
     client.on_unloaded(Unloaded(VERSION))
-    told = [("forget",), ("want", VERSION), ("moved", VERSION, "host", 0.5, "room"), ("unloaded", VERSION)]
+    told = [("forget",), ("meet",), ("want", VERSION), ("moved", VERSION, "host", 0.5, "room"), ("unloaded", VERSION)]
     assert rig.heard == told
 
 
@@ -204,7 +207,7 @@ async def test_a_dead_engine_is_replaced_and_missed_meanwhile(rig: Rig) -> None:
     assert not rig.supervisor.is_running
     await until(lambda: rig.supervisor.is_running)
     assert len(rig.clients) == 2
-    assert rig.heard == [("forget",), ("forget",)]
+    assert rig.heard == [("forget",), ("meet",), ("forget",), ("meet",)]
     assert len(await read(rig.supervisor.submit(SUBMIT))) == 1
     assert rig.clients[0].calls == rig.clients[1].calls == []
 

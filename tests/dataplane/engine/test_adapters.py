@@ -14,6 +14,7 @@ from dataplane.engine.adapters import DeviceAdapters, Note
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Fail, Moved, Wanted
 from dataplane.lora.arena import Arena
+from dataplane.lora.host_image import HostImage
 from dataplane.lora.image import ImagePair, build_image, write_image
 
 FEATURES = ((64, 64), (64, 32))
@@ -229,3 +230,29 @@ def test_a_version_that_must_leave_goes_with_its_last_lease_and_may_come_back(
     harness.settle_until(lambda: harness.is_resident("v"))
     assert Moved("v", "host", reason="yield") in harness.notes
     assert harness.adapters.residency.counters.evictions == 1
+
+
+def test_an_image_that_a_request_waits_for_is_opened_before_those_that_nobody_waits_for(
+    make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(HostImage):
+        def __init__(self, path: Path, *, version: str, **options: Any) -> None:
+            opened.append(version)
+            begun.set()
+            assert go_on.wait(60)
+            super().__init__(path, version=version, **options)
+
+    monkeypatch.setattr("dataplane.engine.adapters.HostImage", Slow)
+    harness = make()
+    paths = {version: image_file(tmp_path, version, 3) for version in ("first", "second", "third", "wanted")}
+    harness.adapters.stage("first", paths["first"])
+    assert begun.wait(60)
+    for version in ("second", "third", "wanted"):
+        harness.adapters.stage(version, paths[version])
+    assert not harness.adapters.want("wanted")
+    go_on.set()
+    harness.settle_until(lambda: harness.adapters.is_in_host("third") and harness.is_resident("wanted"))
+    assert opened == ["first", "wanted", "second", "third"]
