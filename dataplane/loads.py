@@ -26,8 +26,11 @@ _log = logging.getLogger(__name__)
 class Fetcher(Protocol):
     """What loads need of the store."""
 
-    async def fetch(self, version: str, *, pace: Pace) -> Path:
-        """Brings the version's image into the host cache; cancelled, it leaves nothing half made."""
+    async def fetch(self, version: str, *, pace: Pace, is_ahead: Callable[[], bool]) -> Path:
+        """Brings the version's image into the host cache; cancelled, it leaves nothing half made.
+
+        One that nobody waits for when it is kept (`is_ahead`, asked from any thread) takes free room alone.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,19 +44,19 @@ class LoadLimits:
         max_ahead: Loads ahead, in line and under way.
         max_failures: Loads of a version that fail in a row before requests are answered without one.
         stall_s: How long a load may bring nothing before it gives its place up.
+        restage_bytes: Images that a new engine is told of at once, of those asked for lately.
     """
 
     max_fetches: int = 8
-        restage_bytes: Images that a new engine is told of at once, of those asked for lately.
     load_timeout_s: float = 30.0
     prefetch_bytes_per_s: float = 0.0
     max_ahead: int = 64
     max_failures: int = 3
     stall_s: float = 2.0
+    restage_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
-    restage_bytes: int = 0
 class Load:
     """A load under way, or in line. Owned by `Loads`.
 
@@ -275,7 +278,11 @@ class Loads:
             load.begin.clear()
             self._watch(load)
             try:
-                await self._store.fetch(load.version, pace=lambda num_bytes: self._pace(load, num_bytes))
+                await self._store.fetch(
+                    load.version,
+                    pace=lambda num_bytes: self._pace(load, num_bytes),
+                    is_ahead=lambda: not load.urgent.is_set(),
+                )
                 return
             except (UnavailableError, ResourceExhaustedError) as error:
                 is_last = self._clock() + pause_s - started_s > self._limits.load_timeout_s

@@ -19,7 +19,7 @@ from dataplane.claims import Claim, Level
 from dataplane.engine.messages import Unloaded
 from dataplane.load_line import Urgency
 from dataplane.loads import Fetcher, Load, LoadLimits, Loads
-from dataplane.lora.host_cache import HostCache, Payer, TenantHostFullError, TenantHostLimitError
+from dataplane.lora.host_cache import HostCache, HostCacheFullError, Payer, TenantHostFullError, TenantHostLimitError
 from dataplane.metrics import Metrics
 from dataplane.transfer import WithdrawnVersionError
 from dataplane.unloads import Unloads
@@ -82,8 +82,8 @@ class Prefetcher:
         self._clock = clock
         self._loads = Loads(store, is_there=cache.__contains__, events=self, metrics=metrics, limits=limits, clock=clock)
         self._claims: dict[str, set[Claim]] = {}
-        self._asked: OrderedDict[str, float] = OrderedDict()
         self._running: Counter[str] = Counter()
+        self._asked: OrderedDict[str, float] = OrderedDict()
         self._brought_ahead: dict[str, str] = {}
         self._staged: set[str] = set()
         self._on_device: set[str] = set()
@@ -165,12 +165,12 @@ class Prefetcher:
         for version in {*self._cache.versions(), *self._staged, *self._on_device, *self._loads.versions, *failed}:
             self.recheck(version)
 
-    def unload(self, version: str) -> None:
     def is_in_use(self, version: str) -> bool:
         """Whether requests wait for a version, run with it or asked for it just now, or it is pinned or on its way."""
         is_fresh = self._clock() - self._asked.get(version, -math.inf) < _JUST_NOW_S
         return is_fresh or version in self._claims or version in self._running or self._loads.get(version) is not None
 
+    def unload(self, version: str) -> None:
         """Lets all of a version go that the node holds; it is loaded again when a request needs it and it may be served."""
         self._drop(version)
 
@@ -248,7 +248,10 @@ class Prefetcher:
     def failed(self, load: Load, error: VeneerError) -> None:
         """See `LoadEvents`."""
         if load.source:
-            self._metrics.prefetched(load.source, "failed")
+            is_full = isinstance(error, HostCacheFullError)
+            self._metrics.prefetched(load.source, "no_room" if is_full else "failed")
+            if is_full:  # nobody asked, and nothing is wrong with it
+                return
         self._fail(load.version, error)
 
     async def run(self) -> None:
@@ -324,6 +327,11 @@ class Prefetcher:
             self._metrics.prefetched(source, "started")
             self._loads.ask(version, urgency)
 
+    def _settle(self, version: str, claim: Claim) -> None:
+        """A request has what it waited for, and goes on using the version."""
+        self._running[version] += 1
+        self._take_back(version, claim, is_expected=False)
+
     def _release(self, version: str, claim: Claim, *, is_expected: bool) -> None:
         """A request ended, or does not wait for a version any more."""
         if not claim.is_settled:
@@ -351,11 +359,6 @@ class Prefetcher:
 
     def _note_asked(self, version: str) -> bool:
         """Notes that a request asks for a version; returns whether another did lately."""
-    def _settle(self, version: str, claim: Claim) -> None:
-        """A request has what it waited for, and goes on using the version."""
-        self._running[version] += 1
-        self._take_back(version, claim, is_expected=False)
-
         now_s = self._clock()
         before_s = self._asked.pop(version, None)
         self._asked[version] = now_s

@@ -117,7 +117,7 @@ class AdapterStore:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)
 
-    async def fetch(self, version: str, *, pace: Pace = at_once) -> Path:
+    async def fetch(self, version: str, *, pace: Pace = at_once, is_ahead: Callable[[], bool] = bool) -> Path:
         """Brings the version's image into the cache, whole or not at all, and returns where it lies.
 
         Cancelled, it ends at once while bytes come; an image that is being built is finished first.
@@ -125,19 +125,20 @@ class AdapterStore:
         Args:
             version: The version.
             pace: Told of bytes that came; more are read when it returns.
+            is_ahead: Whether nobody waits for it now; asked from any thread.
 
         Raises:
             CorruptVersionError: Its bytes were wrong twice; it was reported.
             UnloadableVersionError: It is for another base, or beyond what this node can load.
             WithdrawnVersionError: The control plane does not let it be served (any more).
-            HostCacheFullError: Images in use leave no room.
+            HostCacheFullError: Images in use leave no room, or nobody waits for it and none is free.
             UnavailableError: Control plane or store cannot be reached.
         """
         async with self._fetches:
             try:
                 with await self._read_twice(version, pace) as files:
                     async with self._builds:
-                        await self._build(version, files)
+                        await self._build(version, files, is_ahead)
             except OSError as error:
                 _log.error("a version cannot be written down", extra={"version": version, "errno": error.errno})
                 if error.errno in _FULL:  # the disk has less room than the budget; the next attempt finds some
@@ -164,11 +165,11 @@ class AdapterStore:
         self.num_corrupt += 1
         _log.error("bytes of a version are corrupt", extra={"version": version, "again": not is_last})
 
-    async def _build(self, version: str, files: Files) -> None:
+    async def _build(self, version: str, files: Files, is_ahead: Callable[[], bool]) -> None:
         started_s = time.monotonic()
         evicted: list[str] = []
         try:
-            await in_thread(partial(self._lay_out, version, files, evicted))
+            await in_thread(partial(self._lay_out, version, files, is_ahead, evicted))
         except (ArtifactError, ImageError) as error:
             _log.error("a version that was published cannot be loaded", extra={"version": version, "cause": error.message})
             why = f": {error.message}" if isinstance(error, LossyAdapterError) else ""
@@ -177,11 +178,11 @@ class AdapterStore:
             self._on_evicted(tuple(evicted))
         self._observe("build", time.monotonic() - started_s)
 
-    def _lay_out(self, version: str, files: Files, evicted: list[str]) -> None:
+    def _lay_out(self, version: str, files: Files, is_ahead: Callable[[], bool], evicted: list[str]) -> None:
         """Checks files and writes the image, all in one go; what makes room is added to a list."""
         artifact = check(files.config, files.weights, self._base, self._artifact_limits)
         try:
-            evicted += self._cache.reserve(version, size_bytes=self._size_bytes(artifact))
+            evicted += self._cache.reserve(version, size_bytes=self._size_bytes(artifact), ahead=is_ahead())
             image = build_image(
                 image_pairs(artifact, files.weights, base=self._base, base_weights=self._base_weights, dtype=self._dtype),
                 version=version,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import stat
@@ -76,7 +77,8 @@ class HostCache:
 
     A file is known from `add` on, or from the start when it lay there already, and every file counts in full. `reserve` makes
     room before a file is written, so that the folder never exceeds the budget, nor the files of a tenant its limit: those make
-    room for one another first. A file belongs to the tenant that held it first, and to nobody as long as none did.
+    room for one another first. A file belongs to the tenant that held it first, and to nobody as long as none did. One that comes
+    ahead of requests takes free room alone, and as long as none held it, it makes room before all others.
 
     It knows sizes and paths only; what is inside is checked by `dataplane.lora.image.open_image` each time it is opened. A mapped
     file stays readable after it was deleted here. A file is named after version and dtype: images of another dtype are of no use
@@ -102,6 +104,7 @@ class HostCache:
         self._num_bytes = 0
         self._reserved: dict[str, int] = {}
         self._in_use: dict[str, int] = {}
+        self._ahead: dict[str, None] = {}
         self._payers: dict[str, Payer] = {}
         self._booked: Counter[str] = Counter()
         self._hits = self._misses = self._evictions = 0
@@ -141,8 +144,13 @@ class HostCache:
             self._hits += 1
         return self.path(version)
 
-    def reserve(self, version: str, *, size_bytes: int) -> tuple[str, ...]:
+    def reserve(self, version: str, *, size_bytes: int, ahead: bool = False) -> tuple[str, ...]:
         """Makes room for a file that is about to be written; `add` or `cancel` ends the reservation.
+
+        Args:
+            version: The version.
+            size_bytes: Size of its file at most.
+            ahead: Whether nobody waits for it: nothing is deleted for it.
 
         Returns:
             The versions whose files were deleted.
@@ -156,11 +164,15 @@ class HostCache:
         with self._lock:
             self._unreserve(version)
             mine = self._make_room_of_tenant(version, size_bytes)
+            if ahead and (mine or self._used() + size_bytes > self._max_bytes):
+                raise HostCacheFullError("there is no free room for an image that nobody waits for", retry_after_s=1.0)
             others = self._make_room(size_bytes - sum(self._files[one] for one in mine), besides=mine)
             if others is None:
                 raise HostCacheFullError(f"no room for an image of {size_bytes} bytes in {self._max_bytes}", retry_after_s=1.0)
             self._drop(mine)
             self._reserved[version] = size_bytes
+            if ahead and version not in self._in_use:
+                self._ahead[version] = None
             self._book(version, size_bytes)
             self._delete([*mine, *others])
         return (*mine, *others)
@@ -194,7 +206,7 @@ class HostCache:
         """Ends a reservation whose file was not written."""
         with self._lock:
             self._unreserve(version)
-            self._forget_payer(version)
+            self._forget_traces(version)
 
     def hold(self, version: str, payer: Payer | None = None) -> None:
         """Notes a use of a version and keeps its file from making room until as many calls of `let_go`.
@@ -206,6 +218,7 @@ class HostCache:
         with self._lock:
             self._victims.note(version)
             self._in_use[version] = self._in_use.get(version, 0) + 1
+            self._ahead.pop(version, None)
             if payer is not None:
                 self._charge(version, payer)
 
@@ -216,7 +229,7 @@ class HostCache:
             if count:
                 self._in_use[version] = count
             else:
-                self._forget_payer(version)
+                self._forget_traces(version)
 
     def remove(self, version: str) -> int:
         """Deletes a version's file (retired, quarantined, corrupt), held or not. Returns its bytes; 0 when there was none."""
@@ -284,7 +297,9 @@ class HostCache:
         return evicted
 
     def _choose(self, excess: int, *, keep: Sequence[str] = (), of: str | None = None) -> tuple[list[str], int]:
-        """Returns the files that go, worth least first, and how much of the excess is left when all have gone that may.
+        """Returns the files that go, and how much of the excess is left when all have gone that may.
+
+        Those that came ahead and were not held since go first, in the order in which they came, then those worth least.
 
         Args:
             excess: Bytes to free.
@@ -295,7 +310,9 @@ class HostCache:
         if excess <= 0:
             return chosen, excess
         with closing(self._victims.in_order()) as victims:
-            for version in victims:
+            for version in itertools.chain(filter(self._files.__contains__, self._ahead), victims):
+                if version in chosen:
+                    continue
                 payer = self._payers.get(version)
                 if version not in self._in_use and version not in keep and (of is None or (payer and payer.tenant == of)):
                     chosen.append(version)
@@ -305,10 +322,12 @@ class HostCache:
         return chosen, excess
 
     def _keep(self, version: str, size_bytes: int) -> None:
-        payer = self._payers.get(version)
+        payer, is_ahead = self._payers.get(version), version in self._ahead
         self._forget(version)
         if payer is not None:
             self._payers[version] = payer
+        if is_ahead:
+            self._ahead[version] = None
         self._files[version] = size_bytes
         self._num_bytes += size_bytes
         self._book(version, size_bytes)
@@ -320,7 +339,7 @@ class HostCache:
         self._num_bytes -= size_bytes
         self._book(version, -size_bytes)
         self._victims.discard(version)
-        self._forget_payer(version)
+        self._forget_traces(version)
 
     def _unreserve(self, version: str) -> None:
         self._book(version, -self._reserved.pop(version, 0))
@@ -345,10 +364,11 @@ class HostCache:
             if not self._booked[payer.tenant]:
                 del self._booked[payer.tenant]
 
-    def _forget_payer(self, version: str) -> None:
-        """Forgets whose a version was that is neither here, nor on its way, nor used."""
+    def _forget_traces(self, version: str) -> None:
+        """Forgets whose a version was, and that it came ahead, when it is neither here, nor on its way, nor used."""
         if version not in self._files and version not in self._reserved and version not in self._in_use:
             self._payers.pop(version, None)
+            self._ahead.pop(version, None)
 
     def _drop(self, versions: list[str]) -> None:
         for version in versions:

@@ -41,7 +41,7 @@ class Store:
         self.num_begun: Counter[str] = Counter()
         self.max_running = 0
 
-    async def fetch(self, version: str, *, pace: Pace) -> Path:
+    async def fetch(self, version: str, *, pace: Pace, is_ahead: Callable[[], bool]) -> Path:
         self.num_begun[version] += 1
         self.running[version] += 1
         self.max_running = max(self.max_running, self.running.total())
@@ -54,8 +54,10 @@ class Store:
             self._cache.add(version, size_bytes=100)
             return path
         finally:
-            await asyncio.sleep(0)
-            self.running[version] -= 1
+            try:
+                await asyncio.sleep(0)
+            finally:  # it may be cancelled just here
+                self.running[version] -= 1
 
 
 async def hang(pace: Pace) -> None:

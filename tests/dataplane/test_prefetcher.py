@@ -33,14 +33,16 @@ class Fetches:
         self.open.set()
         self.errors: list[Exception] = []
         self.on_stored: Callable[[], object] = lambda: None
+        self.on_evicted: Callable[[tuple[str, ...]], object] = lambda _: None
 
-    async def fetch(self, version: str, *, pace: Pace) -> Path:
+    async def fetch(self, version: str, *, pace: Pace, is_ahead: Callable[[], bool]) -> Path:
         self.started.append(version)
         await self.open.wait()
         await pace(100)
         if self.errors:
             raise self.errors.pop(0)
         path = self._cache.path(version)
+        self.on_evicted(self._cache.reserve(version, size_bytes=100, ahead=is_ahead()))
         path.write_bytes(b"i" * 100)
         self._cache.add(version, size_bytes=100)
         self.on_stored()
@@ -68,6 +70,7 @@ class Rig:
             limits=LoadLimits(load_timeout_s=0.5, max_ahead=2, max_failures=2, restage_bytes=250),
             clock=lambda: time.monotonic() + self.skipped_s,
         )
+        self.store.on_evicted = self.prefetcher.evicted
         self.asked: list[str] = []
         self.was_asked = asyncio.Event()
 
@@ -507,3 +510,42 @@ async def test_a_new_engine_is_not_told_of_what_is_gone_or_was_asked_for_long_ag
     rig.skipped_s = 0.0
     rig.prefetcher.meet_engine()
     assert rig.engine.calls == [rig.staged(VERSION)]
+
+
+def lay(cache: HostCache, version: str, *, size_bytes: int) -> None:
+    cache.path(version).write_bytes(b"i" * size_bytes)
+    cache.add(version, size_bytes=size_bytes)
+
+
+async def test_what_comes_ahead_takes_free_room_alone_and_goes_before_what_was_asked_for(rig: Rig) -> None:
+    lay(rig.cache, OTHER, size_bytes=700)
+    rig.store.open.clear()
+    rig.prefetcher.hint(VERSION)
+    await until(lambda: rig.store.started)
+    lay(rig.cache, THIRD, size_bytes=250)
+    rig.store.open.set()
+    await until(lambda: rig.prefetcher.num_loads == 0)
+    assert set(rig.cache.versions()) == {OTHER, THIRD}
+    assert (rig.ahead("no_room"), rig.ahead("failed"), rig.prefetcher.circuits()) == (1, 0, [])
+    assert rig.engine.calls == [], "nobody waits, nobody is told"
+    rig.cache.remove(THIRD)
+    rig.prefetcher.hint(VERSION)
+    await until(lambda: VERSION in rig.cache)
+    for version in "12":
+        lay(rig.cache, version, size_bytes=80)
+    claim = rig.prefetcher.ensure(THIRD)
+    await claim.loaded
+    assert set(rig.cache.versions()) == {OTHER, "1", "2", THIRD}, "it came last, and is the first to go"
+    assert rig.ahead("wasted") == 1
+
+
+async def test_what_a_request_asks_for_while_it_comes_ahead_has_the_room_of_others(rig: Rig) -> None:
+    lay(rig.cache, OTHER, size_bytes=850)
+    rig.store.open.clear()
+    rig.prefetcher.hint(VERSION)
+    await until(lambda: rig.store.started)
+    lay(rig.cache, THIRD, size_bytes=100)
+    claim = rig.prefetcher.ensure(VERSION)
+    rig.store.open.set()
+    await claim.loaded
+    assert OTHER not in rig.cache

@@ -194,7 +194,7 @@ async def test_in_fp8_an_image_fits_what_was_reserved_for_it_and_its_loss_is_log
     monkeypatch.setattr(
         shelf.cache,
         "reserve",
-        lambda version, size_bytes: (reserved.append(size_bytes), reserve(version, size_bytes=size_bytes))[1],
+        lambda version, size_bytes, ahead: (reserved.append(size_bytes), reserve(version, size_bytes=size_bytes, ahead=ahead))[1],
     )
     with caplog.at_level("INFO", logger="dataplane.store"):
         path = await shelf.build(dtype="fp8").fetch(shelf.version)
@@ -265,4 +265,14 @@ async def test_a_full_disk_makes_idle_images_give_way_for_the_next_attempt(shelf
         await shelf.store.fetch(shelf.version)
     assert shelf.evicted == ["idle"]
     await shelf.store.fetch(shelf.version)
+    assert shelf.cache.versions() == (shelf.version,)
+
+
+async def test_an_image_that_nobody_waits_for_takes_free_room_alone(shelf: Shelf) -> None:
+    shelf.cache.path("old").write_bytes(b"x" * (1 << 20))
+    shelf.cache.add("old", size_bytes=1 << 20)
+    with pytest.raises(HostCacheFullError, match="nobody waits"):
+        await shelf.store.fetch(shelf.version, is_ahead=lambda: True)
+    assert shelf.cache.versions() == ("old",)
+    await shelf.store.fetch(shelf.version, is_ahead=lambda: False)
     assert shelf.cache.versions() == (shelf.version,)

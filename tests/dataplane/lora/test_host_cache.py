@@ -250,10 +250,40 @@ def test_a_version_that_another_tenant_may_have_is_charged_to_it(cache):
     assert cache._booked == {"y": 70}
 
 
+def test_what_comes_ahead_of_requests_takes_free_room_and_makes_room_first_until_it_is_held(cache):
+    put(cache, "a", 40)
+    with pytest.raises(HostCacheFullError, match="nobody waits"):
+        cache.reserve("b", size_bytes=61, ahead=True)
+    for version in ("b", "c"):
+        assert cache.reserve(version, size_bytes=30, ahead=True) == ()
+        cache.path(version).write_bytes(b"x" * 30)
+        assert cache.add(version, size_bytes=30) == ()
+    cache.hold("b", X)
+    cache.let_go("b")
+    assert cache._booked == {"x": 30}
+    assert cache._choose(1)[0] == ["c"]
+    assert put(cache, "d", 50) == ("c", "a"), "the worth of those that were asked for counts after that"
+    assert not cache._ahead
+
+
+def test_what_comes_ahead_makes_no_room_among_its_tenants_files_either(cache):
+    cache.hold("a", X)
+    put(cache, "a", 50)
+    cache.let_go("a")
+    cache.hold("b", X)
+    cache.reserve("b", size_bytes=10, ahead=True)
+    cache.cancel("b")
+    cache.let_go("b")
+    cache.hold("b", X)
+    with pytest.raises(HostCacheFullError, match="nobody waits"):
+        cache.reserve("b", size_bytes=20, ahead=True)
+    assert cache.versions() == ("a",)
+
+
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["hold", "let_go", "reserve", "add", "cancel", "remove"]),
+            st.sampled_from(["hold", "let_go", "reserve", "ahead", "add", "cancel", "remove"]),
             st.sampled_from("abcdef"),
             st.integers(1, 40),
             st.sampled_from([None, Payer("x", 60), Payer("y", 35), Payer("z")]),
@@ -271,12 +301,13 @@ def test_no_tenant_exceeds_its_limit_and_every_byte_is_charged_once(tmp_path_fac
         elif verb == "let_go" and held[version]:
             cache.let_go(version)
             held[version] -= 1
-        elif verb == "reserve" and version not in reserved:
+        elif verb in ("reserve", "ahead") and version not in reserved:
             try:
-                evicted = cache.reserve(version, size_bytes=size)
+                evicted = cache.reserve(version, size_bytes=size, ahead=verb == "ahead")
             except (HostCacheFullError, TenantHostLimitError):
                 continue
             assert not any(held[gone] for gone in evicted)
+            assert verb == "reserve" or not evicted
             reserved[version] = size
         elif verb == "add" and version in reserved:
             cache.path(version).write_bytes(b"")
@@ -294,3 +325,4 @@ def test_no_tenant_exceeds_its_limit_and_every_byte_is_charged_once(tmp_path_fac
             booked[owner.tenant] += cache._files.get(known, 0) + cache._reserved.get(known, 0)
         assert +booked == cache._booked
         assert set(cache._payers) <= {*cache._files, *cache._reserved, *cache._in_use}
+        assert set(cache._ahead) <= {*cache._files, *cache._reserved} - set(cache._in_use)
