@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 from dataplane.lora.entries import Entry
@@ -16,54 +16,70 @@ class Charges:
 
     Args:
         shares: Where copies are charged as what they take of the arena.
-        needed: Says how many units an entry's copy takes in one piece.
-        idle: Yields the copies that nobody uses or pinned, worth least first.
+        is_idle: Whether a copy on the device is neither used nor pinned; `touch` says when that may have changed.
     """
 
-    def __init__(self, shares: Shares, *, needed: Callable[[Entry], int], idle: Callable[[], Iterable[Entry]]) -> None:
+    def __init__(self, shares: Shares, *, is_idle: Callable[[Entry], bool]) -> None:
         self._shares = shares
-        self._needed = needed
-        self._idle = idle
+        self._is_idle = is_idle
         self._booked: Counter[str] = Counter()
+        self._copies: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
+        self._busy: dict[str, int] = {}
 
     def book(self, entry: Entry, tenant: str) -> None:
         """Charges a copy to a tenant."""
         entry.tenant = tenant
         self._shares.charge(tenant, entry.num_units)
-        self._booked[tenant] += self._needed(entry)
+        self._booked[tenant] += entry.needed
+        self._copies[tenant][entry.version] = entry
+        self.touch(entry)
 
     def unbook(self, entry: Entry) -> None:
         """Takes a copy off its tenant again, before its extents are given back."""
+        self.touch(entry)
         self._shares.discharge(entry.tenant, entry.num_units)
-        self._booked[entry.tenant] -= self._needed(entry)
-        if not self._booked[entry.tenant]:
-            del self._booked[entry.tenant]
+        self._booked[entry.tenant] -= entry.needed
+        del self._copies[entry.tenant][entry.version]
+        if not self._copies[entry.tenant]:
+            del self._booked[entry.tenant], self._copies[entry.tenant]
 
     def rebook(self, entry: Entry, tenant: str) -> None:
         """Charges a copy to another tenant."""
         self.unbook(entry)
         self.book(entry, tenant)
 
+    def touch(self, entry: Entry) -> None:
+        """Notes that a copy may be idle that was not before, or the other way round."""
+        self._busy.pop(entry.tenant, None)
+
     def booked(self, tenant: str) -> int:
         """Returns the units of the copies charged to a tenant."""
         return self._booked[tenant]
 
     def busy(self, tenant: str) -> int:
-        """Returns the units charged to a tenant that cannot make room: what is leased, pinned or on its way."""
-        return self._booked[tenant] - sum(self._needed(copy) for copy in self._idle() if copy.tenant == tenant)
+        """Returns the units charged to a tenant that cannot make room: what is leased, pinned or on its way.
+
+        Asked for each request that waits, in every step: counted again only after something changed.
+        """
+        copies = self._copies.get(tenant)
+        if copies is None:
+            return 0
+        if tenant not in self._busy:
+            self._busy[tenant] = sum(copy.needed for copy in copies.values() if not self._is_idle(copy))
+        return self._busy[tenant]
 
     def admits(self, entry: Entry, tenant: str, limit: int | None) -> bool:
         """Whether a tenant's limit admits a copy once its idle ones have made room."""
-        return limit is None or self.busy(tenant) + self._needed(entry) <= limit
+        return limit is None or self.busy(tenant) + entry.needed <= limit
 
     def making_way(self, entry: Entry, tenant: str, limit: int | None, idle: Callable[[], Iterable[Entry]]) -> list[Entry] | None:
         """Returns which of a tenant's idle copies go so that its limit admits another, or None where all of them do not do."""
-        above = 0 if limit is None else self._booked[tenant] + self._needed(entry) - limit
+        above = 0 if limit is None else self._booked[tenant] + entry.needed - limit
         gone: list[Entry] = []
         for copy in idle() if above > 0 else ():
             if copy.tenant == tenant:
                 gone.append(copy)
-                above -= self._needed(copy)
+                above -= copy.needed
             if above <= 0:
                 break
         return gone if above <= 0 else None

@@ -16,6 +16,7 @@ class Entry:
         version: Its digest.
         rank: Its largest rank.
         blocks: Bytes of each block of its image.
+        needed: Units that its copy takes in one piece.
         loss: What it loses in fp8; None in the model's dtype.
         in_host: Whether its image lies in host memory.
         place: Where it is.
@@ -36,6 +37,7 @@ class Entry:
     version: str
     rank: int = 0
     blocks: tuple[int, ...] = ()
+    needed: int = 0
     loss: Loss | None = None
     in_host: bool = False
     place: Place = "host"

@@ -72,7 +72,7 @@ class Residency:
         self._epoch = 0
         self._lease_id = 0
         self._hits = self._misses = self._loads = self._failures = self._evictions = 0
-        self._charges = Charges(self._shares, needed=self._units_of, idle=self._unused)
+        self._charges = Charges(self._shares, is_idle=self._is_idle)
         self._pins: dict[str, str] = {}
         self._freed: list[Evicted] = []
 
@@ -95,7 +95,7 @@ class Residency:
             entry = self._entries.setdefault(version, Entry(version))
             entry.in_host, entry.dropped = True, False
             if entry.place == "host":
-                entry.rank, entry.blocks, entry.loss = rank, tuple(blocks), loss
+                entry.rank, entry.blocks, entry.needed, entry.loss = rank, tuple(blocks), needed, loss
                 if version in self._pins:
                     self._wants.add(version, self._pins[version], weight=1)
             elif entry.place == "device":
@@ -149,6 +149,7 @@ class Residency:
                 return None
             self._lease_id += 1
             entry.leases[self._lease_id] = tenant
+            self._charges.touch(entry)
             entry.owed = False
             self._shares.claim(tenant, weight=weight, max_units=limit)
             entry.uses += 1
@@ -170,6 +171,7 @@ class Residency:
             entry = self._entries[lease.version]
             assert lease.lease_id in entry.leases, "a lease is released once"
             self._shares.disclaim(entry.leases.pop(lease.lease_id))
+            self._charges.touch(entry)
             entry.served += served
             self._touch(entry)
             return self._settle(entry)
@@ -200,6 +202,7 @@ class Residency:
             self._pins.pop(version, None)
             if entry := self._entries.get(version):
                 entry.awaited = False  # by the pin
+                self._charges.touch(entry)
 
     def is_pinned(self, version: str) -> bool:
         """Whether a version is pinned."""
@@ -218,7 +221,7 @@ class Residency:
             is_paid = entry.tenant == tenant or {entry.tenant, tenant} <= set(entry.leases.values())
             if entry.place != "host" and is_paid:
                 return None
-            units = (self._units_of(entry), self._charges.booked(tenant), self._charges.busy(tenant), limit)
+            units = (entry.needed, self._charges.booked(tenant), self._charges.busy(tenant), limit)
             return Budget(*(number * self._units.unit_bytes for number in units))
 
     def take_freed(self) -> list[Evicted]:
@@ -270,7 +273,7 @@ class Residency:
             entry = self._entries.get(version)
             if entry is None or not self._shares.has(loader):
                 return False
-            return self._shares.yields(holder, loader=loader, more=self._units.needed(entry.blocks))
+            return self._shares.yields(holder, loader=loader, more=entry.needed)
 
     def wanted(self) -> tuple[str, ...]:
         """Returns the versions that were missed and not loaded since, first missed first."""
@@ -289,18 +292,13 @@ class Residency:
         """
         with self._lock:
             no_room: set[tuple[str, tuple[int, ...]]] = set()  # hundreds may wait, and most are alike
-            busy: dict[str, int] = {}
-
-            def is_loadable(version: str) -> bool:
-                return self._is_loadable(version, busy)
-
-            for version in self._wants.in_turn(is_loadable):
+            for version in self._wants.in_turn(self._is_loadable):
                 entry, want = self._entries[version], self._wants[version]
                 if (want.tenant, entry.blocks) in no_room:
                     continue
                 plan = self._plan(entry, want)
                 if plan is not None:
-                    self._wants.pass_over(version, is_loadable)
+                    self._wants.pass_over(version, self._is_loadable)
                     return plan
                 no_room.add((want.tenant, entry.blocks))
             return None
@@ -316,6 +314,7 @@ class Residency:
             self._epoch += 1
             self._loads += 1
             entry.place, entry.epoch, entry.served = "device", self._epoch, 0
+            self._charges.touch(entry)
             entry.awaited = self._wants.drop(plan.version)
             self._offer(entry)
             self._touch(entry)
@@ -366,7 +365,7 @@ class Residency:
 
     def _plan(self, entry: Entry, want: Want) -> LoadPlan | None:
         """Takes a slot and units for a load, evicting until it fits; or changes nothing and returns None."""
-        units, needed = self._units.copy(), self._units.needed(entry.blocks)
+        units, needed = self._units.copy(), entry.needed
         idle = functools.partial(self._idle_copies, want, needed, entry)
         victims = self._charges.making_way(entry, want.tenant, self._limit_on(entry.version), idle)
         if victims is None:
@@ -406,7 +405,10 @@ class Residency:
     def _unused(self) -> list[Entry]:
         """Returns the copies that nobody uses and nobody pinned, worth least first."""
         copies = map(self._entries.__getitem__, self._victims.in_order())
-        return [copy for copy in copies if not copy.leases and copy.version not in self._pins]
+        return [copy for copy in copies if self._is_idle(copy)]
+
+    def _is_idle(self, copy: Entry) -> bool:
+        return copy.place == "device" and not copy.leases and copy.version not in self._pins
 
     def _idle_copies(self, want: Want, needed: int, wanted: Entry) -> list[Entry]:
         """Returns the copies that may make room for a wanted version, in the order in which they go."""
@@ -457,22 +459,12 @@ class Residency:
         """Returns the limit that a load of a wanted version meets: a pin meets none."""
         return None if version in self._pins else self._shares.limit(self._wants[version].tenant)
 
-    def _units_of(self, entry: Entry) -> int:
-        """Returns the units that its copy takes in one piece."""
-        return self._units.needed(entry.blocks)
-
-    def _is_loadable(self, version: str, busy: dict[str, int]) -> bool:
-        """Whether a version could be loaded if there was room; what is busy of a tenant is looked up once."""
+    def _is_loadable(self, version: str) -> bool:
+        """Whether a version could be loaded if there was room."""
         entry = self._entries.get(version)
         if entry is None or not entry.in_host or entry.place != "host" or entry.dropped:
             return False
-        tenant = self._wants[version].tenant
-        limit = self._limit_on(version)
-        if limit is None:
-            return True
-        if tenant not in busy:
-            busy[tenant] = self._charges.busy(tenant)
-        return busy[tenant] + self._units_of(entry) <= limit
+        return self._charges.admits(entry, self._wants[version].tenant, self._limit_on(version))
 
     def _is_missing(self, version: str) -> bool:
         entry = self._entries[version]

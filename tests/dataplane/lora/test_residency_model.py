@@ -198,6 +198,8 @@ class AgainstAModel(RuleBasedStateMachine):
             mine = [version for version in (*self.device, *self.loading) if self.payer(version) == tenant]
             booked = sum(self.size[version] for version in mine)
             assert self.residency._charges.booked(tenant) == booked
+            busy = [version for version in mine if version in self.loading or version in self.pinned or self.leased(version)]
+            assert self.residency._charges.busy(tenant) == sum(self.size[version] for version in busy)
             if not limit or booked * UNIT <= limit:
                 self.beyond.discard(tenant)
             assert not limit or booked * UNIT <= limit or tenant in self.beyond, "a pin alone may pass its owner's limit"
