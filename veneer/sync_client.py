@@ -1,0 +1,184 @@
+"""The clients for code that blocks: the same methods as the asynchronous ones, over the same core.
+
+Any number of threads may share one. A process that forks does so before it makes its first, since gRPC does not outlive a fork: a
+child that comes later is refused. A call that is interrupted, as by Ctrl-C, is cancelled on the service too. Call them from no
+event loop, which they would hold up; `veneer.client` is for those.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+from veneer.channel import ClientTls
+from veneer.client import Client
+from veneer.connection import Connection
+from veneer.controlplane.v1 import catalog_pb2
+from veneer.errors import FailedPreconditionError
+from veneer.loop_thread import Calls, LoopThread, Stream
+from veneer.operator_client import OperatorClient
+
+_C = TypeVar("_C", bound=Connection)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class _Blocking(Generic[_C]):
+    """An asynchronous client and the thread that it lives in. Any thread may call it."""
+
+    def __init__(self, client: _C) -> None:
+        """Takes the client, which nobody else uses."""
+        self._client = client
+        self._thread: LoopThread | None = LoopThread.shared()
+        self._finalize = weakref.finalize(self, _abandon, self._thread, client)
+        self._finalize.atexit = False  # the thread ends then, and all that is in it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the channels; calls that run end cancelled. A second time does nothing."""
+        thread, self._thread = self._thread, None
+        if thread is not None and self._finalize.detach() is not None:
+            thread.run(self._client.close())
+
+    def _here(self) -> LoopThread:
+        if self._thread is None:
+            raise FailedPreconditionError("this client was closed")
+        self._thread.check_process()
+        return self._thread
+
+
+def _blocking(
+    method: Callable[Concatenate[_C, _P], Coroutine[Any, Any, _T]],
+) -> Callable[Concatenate[_Blocking[_C], _P], _T]:
+    """The method, for a thread that waits for what it returns."""
+
+    @functools.wraps(method)
+    def call(self: _Blocking[_C], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        thread = self._here()
+        return thread.run(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _streaming(
+    method: Callable[Concatenate[_C, _P], AsyncGenerator[_T]],
+) -> Callable[Concatenate[_Blocking[_C], _P], Stream[_T]]:
+    """The method, for a thread that goes through what it yields."""
+
+    @functools.wraps(method)
+    def call(self: _Blocking[_C], /, *args: _P.args, **kwargs: _P.kwargs) -> Stream[_T]:
+        thread = self._here()
+        return Stream(thread, method(self._client, *args, **kwargs))
+
+    signature = inspect.signature(method)
+    returns = str(signature.return_annotation).replace("AsyncGenerator", "Stream")
+    call.__signature__ = signature.replace(return_annotation=returns)  # type: ignore[attr-defined]
+    return call
+
+
+class SyncClient(_Blocking[Client]):
+    """What a tenant's key can do; see `veneer.client.Client`, whose methods these are.
+
+    `generate` gives an iterator: closing it, dropping it, or an exception that leaves its `with` block cancels the request.
+    """
+
+    def __init__(
+        self, *, control: str = "", data: str = "", key: str = "", tls: ClientTls | None = None, timeout_s: float = 30.0
+    ) -> None:
+        """See `veneer.connection.Connection`."""
+        super().__init__(Client(control=control, data=data, key=key, tls=tls, timeout_s=timeout_s))
+
+    generate = _streaming(Client.generate)
+
+    def publish(
+        self,
+        folder: Path,
+        *,
+        adapter: str,
+        base: str,
+        alias: str = "",
+        label: str = "",
+        request_id: str = "",
+        progress: Callable[[int, int], None] | None = None,
+        timeout_s: float = 1800.0,
+    ) -> catalog_pb2.PublishResponse:
+        """See `Client.publish`; `progress` is called in the thread that waits, and what it raises ends the upload."""
+        thread, calls, told = self._here(), Calls(), progress or _nothing
+        sending = self._client.publish(
+            folder,
+            adapter=adapter,
+            base=base,
+            alias=alias,
+            label=label,
+            request_id=request_id,
+            progress=lambda sent, total: calls.put(lambda: told(sent, total)),
+            timeout_s=timeout_s,
+        )
+        return thread.run(sending, calls=calls)
+
+    adapter = _blocking(Client.adapter)
+    adapters = _blocking(Client.adapters)
+    bases = _blocking(Client.bases)
+    create_grant = _blocking(Client.create_grant)
+    create_key = _blocking(Client.create_key)
+    delete_adapter = _blocking(Client.delete_adapter)
+    delete_version = _blocking(Client.delete_version)
+    freeze = _blocking(Client.freeze)
+    grants = _blocking(Client.grants)
+    keys = _blocking(Client.keys)
+    promote = _blocking(Client.promote)
+    retire = _blocking(Client.retire)
+    revoke_grant = _blocking(Client.revoke_grant)
+    revoke_key = _blocking(Client.revoke_key)
+    rollback = _blocking(Client.rollback)
+    set_alias = _blocking(Client.set_alias)
+    set_fallback = _blocking(Client.set_fallback)
+    versions = _blocking(Client.versions)
+
+
+class SyncOperatorClient(_Blocking[OperatorClient]):
+    """What an operator's key can do; see `veneer.operator_client.OperatorClient`, whose methods these are."""
+
+    def __init__(
+        self, *, control: str = "", data: str = "", key: str = "", tls: ClientTls | None = None, timeout_s: float = 30.0
+    ) -> None:
+        """See `veneer.connection.Connection`."""
+        super().__init__(OperatorClient(control=control, data=data, key=key, tls=tls, timeout_s=timeout_s))
+
+    bases = _blocking(OperatorClient.bases)
+    create_enrollment_token = _blocking(OperatorClient.create_enrollment_token)
+    create_key = _blocking(OperatorClient.create_key)
+    create_tenant = _blocking(OperatorClient.create_tenant)
+    drain = _blocking(OperatorClient.drain)
+    keys = _blocking(OperatorClient.keys)
+    nodes = _blocking(OperatorClient.nodes)
+    pin_version = _blocking(OperatorClient.pin_version)
+    pins = _blocking(OperatorClient.pins)
+    register_base = _blocking(OperatorClient.register_base)
+    residency = _blocking(OperatorClient.residency)
+    revoke_key = _blocking(OperatorClient.revoke_key)
+    revoke_node = _blocking(OperatorClient.revoke_node)
+    set_fallback = _blocking(OperatorClient.set_fallback)
+    set_tenant_limits = _blocking(OperatorClient.set_tenant_limits)
+    tenants = _blocking(OperatorClient.tenants)
+    unload = _blocking(OperatorClient.unload)
+    unpin_version = _blocking(OperatorClient.unpin_version)
+    watch_residency = _streaming(OperatorClient.watch_residency)
+
+
+def _nothing(_sent: int, _total: int) -> None:
+    """Progress that nobody asked for."""
+
+
+def _abandon(thread: LoopThread, client: Connection) -> None:
+    thread.forget(client.close())
