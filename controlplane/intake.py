@@ -1,4 +1,4 @@
-"""Checks adapter files of strangers in a jailed child process (`controlplane.jail`, `controlplane.jailed_check`)."""
+"""Checks adapter files of strangers in jailed child processes (`controlplane.jail`, `controlplane.jailed_check`)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import json
 import math
 import os
 import signal
+import socket
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 import veneer
+from controlplane.fork_server import WEIGHTS_FD
 from veneer.artifact import ArtifactError, BaseDescription, Limits, Report
 from veneer.errors import UnavailableError, Violation
 
@@ -27,80 +29,247 @@ DEFAULT_MEMORY_BYTES = 512 << 20
 _MAX_MESSAGE_BYTES = 1 << 20
 _EXIT_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 30.0  # 0.1 s when the machine is idle; a slow start is no fault of the files
+_MAX_FORKS = 1000
+"""Children of one server. All have its addresses in memory, which must not be of use for long to whoever should learn them."""
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
-# The child has no site directories and no environment: only the standard library and these two places.
-_BOOT = "import sys; sys.path += sys.argv[1:3]; from controlplane.jailed_check import main; main(sys.argv[3])"
+# The server has no site directories and no environment: only the standard library and these two places.
+_BOOT = (
+    "import sys; sys.path += sys.argv[1:3]; from controlplane.fork_server import serve; "
+    "from controlplane.jailed_check import main; serve(main)"
+)
 _PLACES = (str(Path(veneer.__file__).parents[1]), str(Path(np.__file__).parents[1]))
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-async def check_in_jail(
-    config_path: Path,
-    weights_path: Path,
-    base: BaseDescription,
-    limits: Limits,
-    *,
-    timeout_s: float,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
-) -> Report:
-    """Checks an adapter in a child process that can do nothing but read these two files and answer.
+class JailedChecks:
+    """Checks adapters, each in a child process of its own that can do nothing but read its two files and answer.
 
-    Each call starts one child of its own; the caller bounds how many run at once.
-
-    Args:
-        config_path: The configuration; a regular file.
-        weights_path: The weights; a regular file.
-        base: The base that the adapter must fit.
-        limits: What is allowed.
-        timeout_s: Time for the check once the child is ready; also its processor time.
-        memory_bytes: Memory for the check.
-
-    Returns:
-        What the check found.
-
-    Raises:
-        ArtifactError: The adapter is refused, or made the check run out of memory or time.
-        UnavailableError: The jail could not be set up; the message names the cause. Nothing was read.
+    The children are copies of a server that runs between `start` and `close` (`controlplane.fork_server`). It is replaced after
+    so many of them, and after one that did not end by itself, since that one may have learned what another can use. Owned by one
+    event loop.
     """
-    with ExitStack() as stack:
-        config_fd = stack.enter_context(_opened_regular(config_path, _CONFIG))
-        weights_fd = stack.enter_context(_opened_regular(weights_path, _WEIGHTS))
+
+    def __init__(self, *, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
+        """Starts nothing.
+
+        Args:
+            memory_bytes: Memory for a check.
+        """
+        self._memory_bytes = memory_bytes
+        self._server: _Server | None = None
+        self._leaving = set[asyncio.Task[None]]()
+        self._starting = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Starts the server, so that the first check need not wait for it. One that cannot start is tried again by each check."""
+        with suppress(UnavailableError):
+            await self._ready()
+
+    async def close(self) -> None:
+        """Lets the server go. No check may run any more."""
+        server = self._server
+        self._retire(server)
+        if server is not None:
+            with suppress(ProcessLookupError):
+                server.process.kill()
+        while self._leaving:
+            await asyncio.wait(self._leaving)
+
+    async def __call__(
+        self, config_path: Path, weights_path: Path, base: BaseDescription, limits: Limits, *, timeout_s: float
+    ) -> Report:
+        """Checks an adapter. The caller bounds how many checks run at once.
+
+        Args:
+            config_path: The configuration; a regular file.
+            weights_path: The weights; a regular file.
+            base: The base that the adapter must fit.
+            limits: What is allowed.
+            timeout_s: Time for the check once the child is ready; also its processor time.
+
+        Returns:
+            What the check found.
+
+        Raises:
+            ArtifactError: The adapter is refused, or made the check run out of memory or time.
+            UnavailableError: The jail could not be set up; the message names the cause. Nothing was read.
+        """
         order = {
             "base": base.to_json(),
             "limits": asdict(limits),
-            "weights_fd": weights_fd,
-            "memory_bytes": memory_bytes,
+            "weights_fd": WEIGHTS_FD,
+            "memory_bytes": self._memory_bytes,
             "cpu_s": math.ceil(timeout_s),
         }
+        with ExitStack() as stack:
+            paths = {_CONFIG: config_path, _WEIGHTS: weights_path}
+            files = [stack.enter_context(_opened_regular(path, name)) for name, path in paths.items()]
+            async with self._forked(json.dumps(order), files) as child:
+                ready = await _read_message(child, timeout_s=_START_TIMEOUT_S)
+                result = await _read_message(child, timeout_s=timeout_s) if ready == {"jail": None} else {}
+                if "exceeded" not in ready and result.get("exceeded") not in ("time", "answer"):
+                    await child.wait(_EXIT_TIMEOUT_S)
+        if child.status != 0:
+            self._retire(child.server)
+        if ready != {"jail": None}:
+            slow = f"it was not ready within {_START_TIMEOUT_S:g} s"
+            cause = slow if "exceeded" in ready else ready.get("jail", f"its process ended with status {child.status}")
+            raise UnavailableError(f"the jail of the publish check could not be set up: {cause}")
+        if "report" in result:
+            return Report.from_fields(result["report"])
+        raise ArtifactError.of(_violations(result, child.status, timeout_s=timeout_s, memory_bytes=self._memory_bytes))
+
+    @asynccontextmanager
+    async def _forked(self, order: str, files: list[int]) -> AsyncIterator[_Child]:
+        """A child with an order and two open files; it is gone at the end of the block, whatever it does.
+
+        Raises:
+            UnavailableError: There is no server.
+        """
+        loop = asyncio.get_running_loop()
+        report, write_end = os.pipe2(os.O_CLOEXEC)
+        link, far_end = socket.socketpair()
+        link.settimeout(0)
+        reader = asyncio.StreamReader(limit=_MAX_MESSAGE_BYTES)
         try:
-            child = await asyncio.create_subprocess_exec(
+            pipe = os.fdopen(report, "rb", buffering=0)
+            transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+            server = await self._send([*files, write_end, far_end.fileno()])
+        except BaseException:
+            link.close()
+            raise
+        finally:
+            os.close(write_end)
+            far_end.close()
+        child = _Child(server, reader, link)
+        try:
+            with suppress(OSError, TimeoutError):  # a child that is gone already tells by its silence
+                async with asyncio.timeout(_START_TIMEOUT_S):
+                    await loop.sock_sendall(link, order.encode() + b"\n")
+            yield child
+        finally:
+            transport.close()
+            await asyncio.shield(child.end())
+
+    async def _send(self, fds: list[int]) -> _Server:
+        """Orders a child; a server that turns out to be gone is replaced once."""
+        for attempt in range(2):
+            server = await self._ready()
+            try:
+                socket.send_fds(server.control, [b"!"], fds)  # at once: a server may be retired while a task waits
+            except OSError as error:
+                self._retire(server)
+                if attempt:
+                    raise UnavailableError(f"the jail of the publish check could not be set up: {error.strerror}") from error
+            else:
+                server.num_forks += 1
+                return server
+        raise AssertionError
+
+    async def _ready(self) -> _Server:
+        """The server, a new one where there is none that can be used; it may still be importing.
+
+        Raises:
+            UnavailableError: It cannot be started.
+        """
+        async with self._starting:
+            server = self._server
+            if server is not None and (server.num_forks >= _MAX_FORKS or server.process.returncode is not None):
+                self._retire(server)
+            if self._server is None:
+                self._server = await _start_server()
+            return self._server
+
+    def _retire(self, server: _Server | None) -> None:
+        """Gives the server no more orders; it goes after its last child."""
+        if server is None or server is not self._server:
+            return
+        self._server = None
+        server.control.close()
+        leaving = asyncio.create_task(_gone(server.process), name="publish checks: server")
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+
+@dataclass(slots=True)
+class _Server:
+    process: asyncio.subprocess.Process
+    control: socket.socket
+    num_forks: int = 0
+
+
+async def _start_server() -> _Server:
+    control, other = socket.socketpair()
+    control.settimeout(0)
+    with other:
+        try:
+            process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-I", "-S", "-c", _BOOT, *_PLACES, json.dumps(order)),
-                stdin=config_fd,
-                stdout=asyncio.subprocess.PIPE,
+                *("-I", "-S", "-c", _BOOT, *_PLACES),
+                stdin=other.fileno(),
+                stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
-                pass_fds=(weights_fd,),
                 env=_ENVIRONMENT,
                 cwd="/",
-                limit=_MAX_MESSAGE_BYTES,
             )
         except OSError as error:
+            control.close()
             raise UnavailableError(f"the jail of the publish check could not be started: {error}") from error
+        except BaseException:
+            control.close()
+            raise
+    return _Server(process, control)
+
+
+async def _gone(process: asyncio.subprocess.Process) -> None:
+    """Waits for a server that was given up, and ends it when it stays: its children are ended by their links."""
     try:
-        ready = await _read_message(child, timeout_s=_START_TIMEOUT_S)
-        result = await _read_message(child, timeout_s=timeout_s) if ready == {"jail": None} else {}
-        if "exceeded" not in ready and result.get("exceeded") not in ("time", "answer"):
-            await _wait(child)  # a signal to a child that is just ending would race with asyncio for its status
-    finally:
-        await asyncio.shield(_end(child))
-    if ready != {"jail": None}:
-        slow = f"it was not ready within {_START_TIMEOUT_S:g} s"
-        cause = slow if "exceeded" in ready else ready.get("jail", f"its process ended with status {child.returncode}")
-        raise UnavailableError(f"the jail of the publish check could not be set up: {cause}")
-    if "report" in result:
-        return Report.from_fields(result["report"])
-    raise ArtifactError.of(_violations(result, child.returncode, timeout_s=timeout_s, memory_bytes=memory_bytes))
+        async with asyncio.timeout(2 * _EXIT_TIMEOUT_S + _START_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+class _Child:
+    """A forked child as seen from here: what it writes, and how it ended.
+
+    Attributes:
+        server: What it is a copy of.
+        report: What it writes.
+        status: As `os.waitstatus_to_exitcode` gives it; None while it lives, and when its server went first.
+    """
+
+    def __init__(self, server: _Server, report: asyncio.StreamReader, link: socket.socket) -> None:
+        self.server = server
+        self.report = report
+        self.status: int | None = None
+        self._link = link
+
+    async def wait(self, timeout_s: float) -> None:
+        """Waits until it has ended, or the time is up."""
+        with suppress(TimeoutError, OSError):
+            async with asyncio.timeout(timeout_s):
+                data = await asyncio.get_running_loop().sock_recv(self._link, 16)
+                self.status = int(data) if data else None
+                self._link.close()
+
+    async def end(self) -> None:
+        """Has it killed unless it has ended, and waits until it is gone."""
+        if self._link.fileno() >= 0:
+            with suppress(OSError):
+                self._link.shutdown(socket.SHUT_WR)
+            await self.wait(_EXIT_TIMEOUT_S)
+            self._link.close()
 
 
 @contextmanager
@@ -118,14 +287,11 @@ def _opened_regular(path: Path, name: str) -> Iterator[int]:
         os.close(fd)
 
 
-async def _read_message(child: asyncio.subprocess.Process, *, timeout_s: float) -> dict[str, Any]:
+async def _read_message(child: _Child, *, timeout_s: float) -> dict[str, Any]:
     """Reads the child's next line; empty when it has none, takes too long, or writes more than is allowed."""
-    assert child.stdout is not None
     try:
         async with asyncio.timeout(timeout_s):
-            line = await child.stdout.readline()
-            if not line:
-                await child.wait()
+            line = await child.report.readline()
         message = json.loads(line)
     except TimeoutError:
         return {"exceeded": "time"}
@@ -134,23 +300,6 @@ async def _read_message(child: asyncio.subprocess.Process, *, timeout_s: float) 
     except ValueError:  # the line is longer than the limit
         return {"exceeded": "answer"}
     return message if isinstance(message, dict) else {}
-
-
-async def _wait(child: asyncio.subprocess.Process) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_EXIT_TIMEOUT_S):
-            await child.wait()
-
-
-async def _end(child: asyncio.subprocess.Process) -> None:
-    """Ends the child whatever it does, collects its status, and empties its pipe, without which asyncio never closes it."""
-    assert child.stdout is not None
-    if child.returncode is None:
-        with suppress(ProcessLookupError):
-            child.kill()
-    while await child.stdout.read(65536):  # at most what the pipe holds: its writer is dead, and could not fork
-        pass
-    await child.wait()
 
 
 def _violations(result: dict[str, Any], status: int | None, *, timeout_s: float, memory_bytes: int) -> list[Violation]:

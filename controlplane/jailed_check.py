@@ -1,4 +1,4 @@
-"""The jailed child of `controlplane.intake`: locks itself in, checks one adapter, writes the answer, ends.
+"""What a child of `controlplane.fork_server` does: locks itself in, checks one adapter, writes the answer, ends.
 
 It talks in lines of JSON on its standard output: `{"jail": null}` when the walls stand, or the cause why they do not; then one
 of `{"report": …}`, `{"violations": [[field, description], …]}`, `{"exceeded": "memory"}` and `{"failed": error}`. The

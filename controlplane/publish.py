@@ -78,7 +78,7 @@ class Published:
 
 
 class Check(Protocol):
-    """Checks the files of an adapter away from this process; see `controlplane.intake.check_in_jail`."""
+    """Checks the files of an adapter away from this process; see `controlplane.intake.JailedChecks`."""
 
     def __call__(  # noqa: D102
         self, config_path: Path, weights_path: Path, base: BaseDescription, limits: Limits, *, timeout_s: float

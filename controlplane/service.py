@@ -24,7 +24,7 @@ from controlplane.deletion import Deletion
 from controlplane.grants import Sharing
 from controlplane.homes import Homes
 from controlplane.identities import Identities
-from controlplane.intake import check_in_jail
+from controlplane.intake import JailedChecks
 from controlplane.locate import Locator
 from controlplane.node_servicer import NodeServicer
 from controlplane.nodes import Nodes
@@ -67,8 +67,9 @@ class ControlPlane:
         placer: Plans where adapters should be warm; None without Redis.
     """
 
-    def __init__(self, settings: Settings, vault: Vault, *, check: Check = check_in_jail) -> None:
+    def __init__(self, settings: Settings, vault: Vault, *, check: Check | None = None) -> None:
         registry = CollectorRegistry()
+        self._jail = JailedChecks() if check is None else None
         self.database = Database(settings)
         self.relay = Relay(self.database, settings, registry=registry)
         url = settings.redis_url
@@ -78,6 +79,8 @@ class ControlPlane:
         identities = Identities(self.database, vault)
         self.blobs = Blobs(settings.store_url)
         self.collector = Collector(self.database, self.blobs, settings, registry=registry)
+        check = check or self._jail
+        assert check is not None
         self.publisher = Publisher(self.database, self.blobs, settings, check=check, metrics=PublishMetrics(registry))
         node_servicer = NodeServicer(
             nodes=Nodes(self.database, vault, settings),
@@ -134,6 +137,8 @@ class ControlPlane:
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(remove_abandoned, self._spool_folder)
+        if self._jail is not None:
+            await self._jail.start()
         self._tasks = [
             asyncio.create_task(self.relay.run(), name="relay"),
             asyncio.create_task(self.collector.run(), name="collector"),
@@ -149,6 +154,8 @@ class ControlPlane:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await self.relay.close()
+        if self._jail is not None:
+            await self._jail.close()
         if self._redis is not None:
             with contextlib.suppress(RedisError, OSError):
                 await self._redis.aclose()

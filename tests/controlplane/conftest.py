@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from tests.fixtures.controlplane import settings, world
+from tests.fixtures.fork_server import serve
 
-__all__ = ["settings", "world"]
+__all__ = ["serve", "settings", "world"]

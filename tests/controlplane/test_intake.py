@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,33 @@ from typing import Any
 import pytest
 
 from controlplane import intake
-from controlplane.intake import check_in_jail
+from controlplane.intake import JailedChecks
 from tests.fixtures.adapters import AdapterFiles, make_adapter_folder
 from veneer.artifact import ArtifactError, BaseDescription, Limits, Report, check
 from veneer.errors import UnavailableError
 
 
 async def _check(
-    folder: Path, base: BaseDescription, *, limits: Limits | None = None, timeout_s: float = 30, **more: Any
+    folder: Path,
+    base: BaseDescription,
+    *,
+    limits: Limits | None = None,
+    timeout_s: float = 30,
+    jail: JailedChecks | None = None,
+    **more: Any,
 ) -> Report:
+    """A check; by a jail of its own unless one is given."""
+    if jail is None:
+        async with JailedChecks(**more) as jail:
+            return await _check(folder, base, limits=limits, timeout_s=timeout_s, jail=jail)
     files = (folder / "adapter_config.json", folder / "adapter_model.safetensors")
-    return await check_in_jail(*files, base, limits or Limits(), timeout_s=timeout_s, **more)
+    return await jail(*files, base, limits or Limits(), timeout_s=timeout_s)
+
+
+def _instead(code: str) -> str:
+    """Start of a server whose children run this code in place of the check."""
+    serving = "from controlplane.fork_server import serve; serve(lambda order: exec(CODE))"
+    return f"import sys; sys.path += sys.argv[1:3]; CODE = {code!r}; {serving}"
 
 
 async def test_the_report_is_that_of_the_plain_check(tmp_path: Path, tiny_base: BaseDescription) -> None:
@@ -90,7 +107,7 @@ async def test_a_child_ended_for_its_processor_time_is_refused_for_its_time(
     tmp_path: Path, tiny_base: BaseDescription, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boot = """import os, signal; os.write(1, b'{"jail": null}\\n'); os.kill(os.getpid(), signal.SIGXCPU)"""
-    monkeypatch.setattr(intake, "_BOOT", boot)
+    monkeypatch.setattr(intake, "_BOOT", _instead(boot))
     with pytest.raises(ArtifactError, match="exceed its time of 30 s"):
         await _check(make_adapter_folder(tmp_path, tiny_base), tiny_base)
 
@@ -99,7 +116,9 @@ async def test_a_child_that_dies_is_a_typed_refusal(
     tmp_path: Path, tiny_base: BaseDescription, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        intake, "_BOOT", """import os, signal; os.write(1, b'{"jail": null}\\n'); os.kill(os.getpid(), signal.SIGSEGV)"""
+        intake,
+        "_BOOT",
+        _instead("""import os, signal; os.write(1, b'{"jail": null}\\n'); os.kill(os.getpid(), signal.SIGSEGV)"""),
     )
     with pytest.raises(ArtifactError, match="ended with status -11"):
         await _check(make_adapter_folder(tmp_path, tiny_base), tiny_base)
@@ -108,7 +127,9 @@ async def test_a_child_that_dies_is_a_typed_refusal(
 async def test_a_child_that_answers_without_end_is_cut_off(
     tmp_path: Path, tiny_base: BaseDescription, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "_BOOT", "import os\nos.write(1, b'{\"jail\": null}\\n')\nwhile True: os.write(1, b'x' * 65536)")
+    monkeypatch.setattr(
+        intake, "_BOOT", _instead("import os\nos.write(1, b'{\"jail\": null}\\n')\nwhile True: os.write(1, b'x' * 65536)")
+    )
     with pytest.raises(ArtifactError, match="exceed its limits"):
         await _check(make_adapter_folder(tmp_path, tiny_base), tiny_base)
 
@@ -117,7 +138,7 @@ async def test_without_a_jail_nothing_is_read_and_the_cause_is_named(
     tmp_path: Path, tiny_base: BaseDescription, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoiled = intake._BOOT.replace(
-        "main(", "import controlplane.jail as j; j._NUMBERS[j.platform.machine()]['seccomp'] = 9999; main("
+        "serve(", "import controlplane.jail as j; j._NUMBERS[j.platform.machine()]['seccomp'] = 9999; serve("
     )
     monkeypatch.setattr(intake, "_BOOT", spoiled)
     with pytest.raises(UnavailableError, match="the kernel refused the seccomp filter: Function not implemented"):
@@ -148,8 +169,25 @@ def _open_files() -> set[str]:
     return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
-def _children() -> list[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+def _children(of: str = "") -> set[str]:
+    parent = of or str(os.getpid())
+    return {child for file in Path(f"/proc/{parent}/task").glob("*/children") for child in file.read_text().split()}
+
+
+async def _gone(process: str) -> None:
+    """Waits until a process has ended and was asked for its status."""
+    while Path(f"/proc/{process}").exists():  # noqa: ASYNC110  the kernel has no event for the end of another's child
+        await asyncio.sleep(0.01)
+
+
+_NAME_THE_CHILD = "import os, json; os.write(1, json.dumps({'jail': str(os.getpid())}).encode() + b'\\n'); os._exit(0)"
+
+
+async def _child_of(jail: JailedChecks, folder: Path, base: BaseDescription) -> str:
+    """Process id of the child of a check."""
+    with pytest.raises(UnavailableError) as error:
+        await _check(folder, base, jail=jail)
+    return error.value.message.partition("could not be set up: ")[2]
 
 
 async def test_cancelling_ends_the_child_and_closes_the_files(
@@ -158,20 +196,81 @@ async def test_cancelling_ends_the_child_and_closes_the_files(
     folder = make_adapter_folder(tmp_path / "adapter", tiny_base)
     os.mkfifo(tmp_path / "started")
     started = os.open(tmp_path / "started", os.O_RDONLY | os.O_NONBLOCK)
-    monkeypatch.setattr(intake, "_BOOT", f"open({str(tmp_path / 'started')!r}, 'w').write('x'); __import__('signal').pause()")
-    before = _open_files(), _children()
-    task = asyncio.create_task(_check(folder, tiny_base))
-    seen = asyncio.Event()
-    asyncio.get_running_loop().add_reader(started, seen.set)
-    await seen.wait()
-    asyncio.get_running_loop().remove_reader(started)
-    assert len(_children()) == len(before[1]) + 1
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    monkeypatch.setattr(
+        intake, "_BOOT", _instead(f"open({str(tmp_path / 'started')!r}, 'w').write('x'); __import__('signal').pause()")
+    )
+    others = _children()
+    async with JailedChecks() as jail:
+        [server] = _children() - others
+        before = _open_files()
+        task = asyncio.create_task(_check(folder, tiny_base, jail=jail))
+        seen = asyncio.Event()
+        asyncio.get_running_loop().add_reader(started, seen.set)
+        await seen.wait()
+        asyncio.get_running_loop().remove_reader(started)
+        assert len(_children(server)) == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert _children(server) == set()
+        assert len(_open_files()) == len(before)
     os.close(started)
-    assert _children() == before[1]
-    assert len(_open_files()) == len(before[0]) - 1
+    assert _children() == others
+
+
+async def test_each_check_is_a_process_of_its_own_and_the_server_stays(
+    tmp_path: Path, tiny_base: BaseDescription, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "_BOOT", _instead(_NAME_THE_CHILD))
+    folder = make_adapter_folder(tmp_path, tiny_base)
+    others = _children()
+    async with JailedChecks() as jail:
+        [server] = _children() - others
+        children = await asyncio.gather(*(_child_of(jail, folder, tiny_base) for _ in range(6)))
+        assert len(set(children)) == 6
+        assert _children() == {server} | others
+
+
+async def test_a_server_is_replaced_after_a_child_that_did_not_end_by_itself(
+    tmp_path: Path, tiny_base: BaseDescription, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """import os, signal; os.write(1, b'{"jail": null}\\n'); os.kill(os.getpid(), signal.SIGSEGV)"""
+    monkeypatch.setattr(intake, "_BOOT", _instead(code))
+    folder = make_adapter_folder(tmp_path, tiny_base)
+    others = _children()
+    async with JailedChecks() as jail:
+        [server] = _children() - others
+        with pytest.raises(ArtifactError, match="ended with status -11"):
+            await _check(folder, tiny_base, jail=jail)
+        monkeypatch.setattr(intake, "_BOOT", _instead(_NAME_THE_CHILD))
+        await _child_of(jail, folder, tiny_base)
+        await asyncio.wait_for(_gone(server), 60)
+
+
+async def test_a_server_is_replaced_after_so_many_children(
+    tmp_path: Path, tiny_base: BaseDescription, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "_MAX_FORKS", 2)
+    folder = make_adapter_folder(tmp_path, tiny_base)
+    others = _children()
+    async with JailedChecks() as jail:
+        servers = _children() - others
+        for _ in range(5):
+            await _check(folder, tiny_base, jail=jail)
+            servers |= _children() - others
+    assert len(servers) == 3
+    assert _children() == others
+
+
+async def test_after_a_server_was_killed_checks_go_on(tmp_path: Path, tiny_base: BaseDescription) -> None:
+    folder = make_adapter_folder(tmp_path, tiny_base)
+    others = _children()
+    async with JailedChecks() as jail:
+        for _ in range(3):
+            await _check(folder, tiny_base, jail=jail)
+            [server] = _children() - others
+            os.kill(int(server), signal.SIGKILL)
+            await asyncio.wait_for(_gone(server), 60)
 
 
 async def test_the_child_sees_no_environment_and_no_site_packages(
@@ -181,7 +280,7 @@ async def test_the_child_sees_no_environment_and_no_site_packages(
     show = (
         "import os, sys, json; os.write(1, json.dumps({'jail': json.dumps([sorted(os.environ), sys.flags.isolated])}).encode())"
     )
-    monkeypatch.setattr(intake, "_BOOT", show)
+    monkeypatch.setattr(intake, "_BOOT", _instead(show))
     with pytest.raises(UnavailableError) as error:
         await _check(make_adapter_folder(tmp_path, tiny_base), tiny_base)
     names, isolated = json.loads(error.value.message.partition("could not be set up: ")[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from controlplane import jail
+from tests.fixtures.fork_server import Serve
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,6 +70,34 @@ _ATTEMPTS = {
     "make memory code": "call(libc.mprotect, ctypes.c_void_p(id(libc) // 4096 * 4096), 4096, 7)",
     "raise its own limits": "call(libc.prctl, 22, 0, 0, 0, 0)",
 }
+
+
+_IN_FORK = "import json, sys; given = json.loads(order); sys.argv = given['argv']; exec(given['code'], {})"
+
+
+def test_a_forked_child_is_refused_all_the_same(tmp_path: Path, serve: Serve) -> None:
+    server = serve(_IN_FORK)
+    (tmp_path / "old").mkdir()
+    answers = {}
+    for name, attempt in _ATTEMPTS.items():
+        code = _BEFORE.format(root=str(ROOT), attempt=attempt, before=_CONFINED)
+        order = {"code": code, "argv": ["", str(os.getpid()), str(tmp_path)]}
+        answers[name] = server.order(json.dumps(order)).read()
+    assert set(answers.values()) <= {"errno 1", "RuntimeError"}, answers
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "old").exists()
+
+
+def test_a_forked_child_has_the_limits_that_an_executed_one_has(tmp_path: Path, serve: Serve) -> None:
+    server = serve(_IN_FORK)
+    for attempt, bounds, answer, status in (
+        ("bytearray(256 << 20)", _CONFINED, "MemoryError", b"0"),
+        ("while True: pass", "confine(Bounds(memory_bytes=64 << 20, cpu_s=1))", "", b"-24"),
+    ):
+        code = _BEFORE.format(root=str(ROOT), attempt=attempt, before=bounds)
+        child = server.order(json.dumps({"code": code, "argv": ["", str(os.getpid()), str(tmp_path)]}))
+        assert child.read() == answer
+        assert child.status() == status
 
 
 def _run(attempt: str, folder: Path, *, before: str = _CONFINED) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,6 @@ import pickle
 import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import psycopg
 import pytest
 
-from controlplane.intake import check_in_jail
+from controlplane.intake import JailedChecks
 from controlplane.service import ControlPlane
 from controlplane.settings import Settings
 from controlplane.vault import open_vault
@@ -329,8 +328,9 @@ async def test_a_configuration_that_sends_the_parser_out_of_memory_is_refused(
         listen_operators="127.0.0.1:0",
         listen_metrics="",
     )
-    plane = ControlPlane(settings, open_vault(settings), check=partial(check_in_jail, memory_bytes=16 << 20))
-    async with plane:
+    jail = JailedChecks(memory_bytes=16 << 20)
+    plane = ControlPlane(settings, open_vault(settings), check=jail)
+    async with jail, plane:
         addresses = await plane.server.start()
         async with Client(control=addresses.callers, key=stack.state.tenant_key) as client:
             error = await refusal(client, folder, model_base)
