@@ -8,11 +8,14 @@ import random
 import re
 import signal
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Publish
 from tests.e2e.driving import Answer, Stream, aside, conserved, engine_pid, generate, until
+from tests.e2e.markers import write_marker
+from veneer.artifact import BaseDescription
 from veneer.client import Client
 from veneer.errors import UnavailableError
 from veneer.local.stack import LocalStack
@@ -34,6 +37,30 @@ async def test_a_crowd_for_one_version_that_is_not_there_fetches_it_once(
         answers = await asyncio.gather(*(Stream(acme, adapter, max_tokens=4).read() for _ in range(_CROWD)))
     assert {(answer.text, answer.error) for answer in answers} == {("AAAA", None)}
     assert await _figure(stack, _LOADS) == before + 1
+
+
+async def test_equal_files_of_two_tenants_are_loaded_and_freed_each_by_itself(
+    stack: LocalStack,
+    acme: Client,
+    rival: Client,
+    *,
+    operator: OperatorClient,
+    model_base: BaseDescription,
+    tmp_path: Path,
+) -> None:
+    files = write_marker(tmp_path / "twin", model_base, "J")
+    versions = [(await client.publish(files, adapter="twin", base=model_base.digest)).version.digest for client in (acme, rival)]
+    assert len(set(versions)) == 2
+    before = await _figure(stack, _LOADS)
+    for number, (client, version) in enumerate(zip((acme, rival), versions, strict=True), start=1):
+        answer = await generate(client, "twin", max_tokens=40)
+        assert answer.text == "J" * 40
+        assert answer.served is not None
+        assert answer.served.version == version
+        assert await _figure(stack, _LOADS) == before + number, "what another tenant holds saves nobody a load"
+    freed = [(await operator.unload(version)).freed for version in reversed(versions)]
+    assert freed[0] == freed[1]
+    assert min(freed[0].device_bytes, freed[0].host_bytes, freed[0].disk_bytes) > 0
 
 
 @pytest.mark.slow
