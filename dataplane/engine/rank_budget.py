@@ -18,7 +18,8 @@ class _Use:
 class RankBudget:
     """Counts what every tenant uses: each distinct adapter of its sequences that hold a lease once. Owned by `Leases`.
 
-    Ranks are those that the catalogue names, so that nothing has to be loaded to know that it must wait.
+    Ranks are those that the catalogue names, so that nothing has to be loaded to know that it must wait. It has none of rank 0;
+    an adapter of gains and shifts alone, which has no rank row, counts as the smallest, since its rows of a step are not free.
     """
 
     def __init__(self) -> None:
@@ -37,11 +38,11 @@ class RankBudget:
         use = self._uses.get(submit.tenant)
         if not allowed or (use is not None and submit.version in use.counts):
             return True
-        return self.used(submit.tenant) + aligned_rank(submit.rank) <= allowed
+        return self.used(submit.tenant) + _rows_of(submit) <= allowed
 
     def fault(self, submit: Submit, *, allowed: int) -> str | None:
         """Returns why a request's adapter can never run where so many rows are allowed; None when it can."""
-        rows = aligned_rank(submit.rank)
+        rows = _rows_of(submit)
         if not allowed or rows <= allowed:
             return None
         return f"the adapter takes {rows} rank rows; its tenant may have {allowed} and uses {self.used(submit.tenant)}"
@@ -51,7 +52,7 @@ class RankBudget:
         assert submit.version is not None, "the base has no lease"
         use = self._uses.setdefault(submit.tenant, _Use())
         if submit.version not in use.counts:
-            use.rows[submit.version] = aligned_rank(submit.rank)
+            use.rows[submit.version] = _rows_of(submit)
             use.total += use.rows[submit.version]
         use.counts[submit.version] = use.counts.get(submit.version, 0) + 1
 
@@ -65,3 +66,7 @@ class RankBudget:
             use.total -= use.rows.pop(submit.version)
             if not use.counts:
                 del self._uses[submit.tenant]
+
+
+def _rows_of(submit: Submit) -> int:
+    return aligned_rank(max(1, submit.rank))

@@ -39,3 +39,14 @@ def test_the_fault_names_what_is_needed_allowed_and_used() -> None:
     assert budget.fault(large, allowed=32) == "the adapter takes 48 rank rows; its tenant may have 32 and uses 16"
     assert budget.fault(large, allowed=48) is None
     assert budget.fault(large, allowed=0) is None
+
+
+def test_an_adapter_without_a_rank_counts_as_the_smallest() -> None:
+    budget = RankBudget()
+    budget.add(submit("1", version="a", rank=0))
+    assert budget.used("t") == 16
+    assert not budget.admits(submit("2", version="b", rank=0), allowed=31)
+    assert budget.admits(submit("2", version="b", rank=0), allowed=32)
+    assert budget.fault(submit("3", version="c", rank=0), allowed=15) is not None
+    budget.remove(submit("1", version="a", rank=0))
+    assert budget.used("t") == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from dataplane.lora.image import ImagePair, build_image
 from tests.dataplane.lora.loading import UNIT, make, next_victims, places, stage
 
 
@@ -116,3 +119,26 @@ def test_a_pin_meets_no_limit_of_its_owner_whose_own_loads_wait_then():
     assert residency.acquire("b", "x", max_bytes=2 * UNIT) is None
     plan = residency.next_load()
     assert [evicted.version for evicted in plan.evicted] == ["a"]
+
+
+def test_adapters_of_gains_and_shifts_alone_take_bytes_and_a_slot_of_their_tenant():
+    nothing, shift = np.empty((0, 32), np.float32), np.ones(32, np.float32)
+    pair = ImagePair(0, 0, 1.0, nothing, nothing.T, shift=shift)
+    image = build_image([pair], version="a", base_digest="b", dtype="float32", num_layers=1, num_slices=1)
+    assert (image.rank, image.block_bytes) == (0, (128,))
+    residency = make(max_slots=2, num_units=10)
+    for version in "abc":
+        residency.stage(version, rank=image.rank, blocks=image.block_bytes)
+        assert residency.acquire(version, "x", max_bytes=2 * UNIT) is None
+    for version in "ab":
+        plan = residency.next_load()
+        assert plan is not None
+        assert plan.version == version
+        residency.commit(plan)
+        assert residency.acquire(version, "x", max_bytes=2 * UNIT) is not None
+    assert residency.next_load() is None, "two slots, and two units of its limit, are taken"
+    assert residency._charges.booked("x") == 2
+    assert residency.excess_of("x") == 0, "it holds both slots, and all is its share"
+    assert residency.acquire("z", "y") is None
+    assert residency.excess_of("x") == 5, "half of that is the other's"
+    assert residency.units_used == 2
