@@ -175,7 +175,11 @@ class Node:
             dtype=config.arena_dtype,
             max_loss=settings.max_adapter_loss,
             artifact_limits=Limits(max_rank=settings.max_rank),
-            limits=StoreLimits(max_fetches=8 * settings.max_fetches),  # the prefetcher says which, and how many
+            limits=StoreLimits(
+                max_fetches=8 * settings.max_fetches,  # the prefetcher says which, and how many
+                idle_s=min(10.0, settings.load_timeout_s),
+                patience_s=settings.load_timeout_s,
+            ),
             observe=self.metrics.fetched,
         )
         self.residency = ResidencyFeed(self.cache)

@@ -66,7 +66,7 @@ class Settings(BaseSettings):
         max_fetches: Versions that requests wait for fetched from the store at the same time; a quarter as many more ahead.
         prefetch_bytes_per_s: Bytes a second of all fetches above which those wait that no request waits for; 0: no limit.
         max_load_failures: Loads of a version that fail in a row before requests for it are answered without one, for a while.
-        load_timeout_s: How long the load of a version is tried again.
+        load_timeout_s: How long the load of a version is tried again, and how long the store may bring nothing of it.
         resolve_age_s: How long an answer of the control plane is used without asking again.
         t_stale_s: How long it is used while the control plane is unreachable.
         resolve_entries: Answers kept.

@@ -47,6 +47,7 @@ class StoreLimits:
         max_builds: Images built at the same time.
         max_resumes: See `TransferLimits`.
         idle_s: See `TransferLimits`.
+        patience_s: See `TransferLimits`.
         backoff_s: See `TransferLimits`.
     """
 
@@ -54,6 +55,7 @@ class StoreLimits:
     max_builds: int = 2
     max_resumes: int = 5
     idle_s: float = 10.0
+    patience_s: float = 30.0
     backoff_s: float = 0.1
 
 
@@ -109,6 +111,7 @@ class AdapterStore:
                 max_weights_bytes=artifact_limits.max_weights_bytes,
                 max_resumes=limits.max_resumes,
                 idle_s=limits.idle_s,
+                patience_s=limits.patience_s,
                 backoff_s=limits.backoff_s,
             ),
             observe=observe,

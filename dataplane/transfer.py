@@ -70,7 +70,8 @@ class TransferLimits:
         max_config_bytes: Size of the configuration.
         max_weights_bytes: Size of the weights.
         max_resumes: How often one file's transfer is taken up again.
-        idle_s: How long a transfer may bring nothing.
+        idle_s: How long one attempt may bring nothing.
+        patience_s: How long all attempts together may.
         backoff_s: First pause before a transfer is taken up again; it doubles.
     """
 
@@ -78,6 +79,7 @@ class TransferLimits:
     max_weights_bytes: int
     max_resumes: int = 5
     idle_s: float = 10.0
+    patience_s: float = 30.0
     backoff_s: float = 0.1
 
 
@@ -190,7 +192,7 @@ class Transfer:
                 file.write(part)
             parts.clear()
 
-        pause_s = self._limits.backoff_s
+        pause_s, came_s = self._limits.backoff_s, time.monotonic()
         for attempt in range(self._limits.max_resumes + 1):
             try:
                 transfer: AsyncIterator[bytes]
@@ -208,9 +210,10 @@ class Transfer:
                             await in_thread(keep)
                             kept_bytes = size_bytes
                         await pace(len(data))
+                        came_s = time.monotonic()
                 break
             except (UnavailableError, PermissionDeniedError) as error:
-                if attempt == self._limits.max_resumes:
+                if attempt == self._limits.max_resumes or time.monotonic() - came_s >= self._limits.patience_s:
                     raise UnavailableError("the store cannot be read", retry_after_s=1.0) from error
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
                 pause_s = min(pause_s * 2, 2.0)

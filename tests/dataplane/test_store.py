@@ -38,7 +38,13 @@ class Shelf:
         self.store = self.build()
 
     def build(
-        self, limits: Limits | None = None, *, max_fetches: int = 8, dtype: str = "float32", max_loss: float = 0.1
+        self,
+        limits: Limits | None = None,
+        *,
+        max_fetches: int = 8,
+        dtype: str = "float32",
+        max_loss: float = 0.1,
+        patience_s: float = 30.0,
     ) -> AdapterStore:
         return AdapterStore(
             self.source,
@@ -50,7 +56,7 @@ class Shelf:
             dtype=dtype,
             max_loss=max_loss,
             artifact_limits=limits or Limits(),
-            limits=StoreLimits(max_fetches=max_fetches, max_resumes=3, backoff_s=0.001),
+            limits=StoreLimits(max_fetches=max_fetches, max_resumes=3, backoff_s=0.001, patience_s=patience_s),
             observe=lambda part, seconds: self.parts.append(part),
         )
 
@@ -168,6 +174,14 @@ async def test_a_store_that_stays_away_is_unavailable_and_not_corrupt(shelf: She
     with pytest.raises(UnavailableError, match="the store cannot be read"):
         await shelf.store.fetch(shelf.version)
     assert shelf.source.reported == []
+    assert shelf.has_left_nothing()
+
+
+async def test_a_store_that_brings_nothing_for_too_long_is_not_asked_again(shelf: Shelf) -> None:
+    shelf.source.faults[WEIGHTS] = [CUT]
+    with pytest.raises(UnavailableError, match="the store cannot be read"):
+        await shelf.build(patience_s=0.0).fetch(shelf.version)
+    assert len(shelf.source.offsets[WEIGHTS]) == 1
     assert shelf.has_left_nothing()
 
 
