@@ -39,7 +39,7 @@ def main(order: str) -> NoReturn:
         _end({"jail": str(error)})
     _write({"jail": None})
     try:
-        artifact = check(_read_config(limits), weights, base, limits)
+        artifact = check(_read_config(limits), weights, base, limits, norms=True)
     except ArtifactError as error:
         _end({"violations": [[violation.field, violation.description] for violation in error.violations]})
     except DataLossError as error:

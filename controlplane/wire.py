@@ -18,8 +18,9 @@ from controlplane.limits import TenantLimits
 from controlplane.nodes import Node
 from controlplane.resolve import Caller, Resolution, Servable
 from controlplane.tenants import Key, Tenant
-from veneer.artifact import BaseDescription, Report, TargetModule
+from veneer.artifact import BaseDescription, TargetModule
 from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, tenants_pb2
+from veneer.reports import report_message
 
 _STATES = {
     "READY": catalog_pb2.VERSION_STATE_READY,
@@ -195,7 +196,7 @@ def version_message(version: Version) -> catalog_pb2.Version:
         base_digest=version.base_digest,
         state=_STATES[version.state],
         size_bytes=version.size_bytes,
-        report=_report_message(version.report),
+        report=report_message(version.report),
         label=version.label,
         create_time=timestamp(version.create_time),
         retire_time=timestamp(version.retire_time),
@@ -267,7 +268,3 @@ def change_message(change: Change) -> nodes_pb2.Change:
         version=change.version,
         generation=change.generation,
     )
-
-
-def _report_message(report: Report) -> catalog_pb2.ArtifactReport:
-    return catalog_pb2.ArtifactReport(**dataclasses.asdict(report))

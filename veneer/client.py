@@ -20,6 +20,7 @@ from veneer.controlplane.v1 import catalog_pb2, catalog_pb2_grpc, placement_pb2,
 from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, Violation
 from veneer.locations import Location, Locations
+from veneer.origin import NO_ORIGIN, Origin
 from veneer.replicas import Replicas, read_addresses
 
 CONFIG_NAME = "adapter_config.json"
@@ -198,6 +199,7 @@ class Client(Connection):
         base: str,
         alias: str = "",
         label: str = "",
+        origin: Origin = NO_ORIGIN,
         request_id: str = "",
         progress: Callable[[int, int], None] | None = None,
         timeout_s: float = 1800.0,
@@ -210,6 +212,7 @@ class Client(Connection):
             base: Digest or name of the base.
             alias: Alias to point at the new version; empty moves none but gives an adapter's first version `stable`.
             label: Free text.
+            origin: Where it comes from.
             request_id: Identifies this publish: the same id and files give the same answer. Empty makes one.
             progress: Called with bytes sent and bytes in all after each part.
             timeout_s: Deadline of the whole upload and check.
@@ -223,7 +226,7 @@ class Client(Connection):
         if missing:
             raise InvalidArgumentError.of(missing)
         header = catalog_pb2.PublishHeader(
-            adapter=adapter, base=base, alias=alias, label=label, request_id=request_id or uuid.uuid4().hex
+            adapter=adapter, base=base, alias=alias, label=label, request_id=request_id or uuid.uuid4().hex, **origin.fields()
         )
         total = sum(path.stat().st_size for _, path in paths)
         with typed_errors():

@@ -22,6 +22,7 @@ from veneer.controlplane.v1 import catalog_pb2
 from veneer.errors import FailedPreconditionError
 from veneer.loop_thread import Calls, LoopThread, Stream
 from veneer.operator_client import OperatorClient
+from veneer.origin import NO_ORIGIN, Origin
 
 _C = TypeVar("_C", bound=Connection)
 _P = ParamSpec("_P")
@@ -108,6 +109,7 @@ class SyncClient(_Blocking[Client]):
         base: str,
         alias: str = "",
         label: str = "",
+        origin: Origin = NO_ORIGIN,
         request_id: str = "",
         progress: Callable[[int, int], None] | None = None,
         timeout_s: float = 1800.0,
@@ -120,6 +122,7 @@ class SyncClient(_Blocking[Client]):
             base=base,
             alias=alias,
             label=label,
+            origin=origin,
             request_id=request_id,
             progress=lambda sent, total: calls.put(lambda: told(sent, total)),
             timeout_s=timeout_s,

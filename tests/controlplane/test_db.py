@@ -95,6 +95,14 @@ async def test_the_application_cannot_read_what_credentials_are_compared_with(na
                 await connection.execute(select(column))
 
 
+@pytest.mark.parametrize("column", ["report", "label", "labels", "training_run", "data_digest", "weights_digest", "number"])
+async def test_nobody_can_change_what_a_version_is_or_where_it_comes_from(narrow: Database, column: str) -> None:
+    for scope in (Scope.of_tenant("acme"), NODE, OPERATOR):
+        with pytest.raises(ProgrammingError, match="permission denied"):
+            async with narrow.transaction(scope) as connection:
+                await connection.execute(text(f"UPDATE versions SET {column} = {column}"))
+
+
 @pytest.mark.parametrize(
     "statement", ["SELECT * FROM keys", "SELECT * FROM tenants", "SELECT * FROM versions", "SELECT * FROM outbox"]
 )

@@ -47,7 +47,7 @@ async def test_the_report_is_that_of_the_plain_check(tmp_path: Path, tiny_base: 
         tmp_path, tiny_base, ranks={"q_proj": 3, "down_proj": 5}, modules=("q_proj", "down_proj"), dtype="BF16"
     )
     files = AdapterFiles.of(folder)
-    assert await _check(folder, tiny_base) == check(files.config, files.weights, tiny_base).report
+    assert await _check(folder, tiny_base) == check(files.config, files.weights, tiny_base, norms=True).report
 
 
 async def test_a_refusal_lists_every_fault_as_the_plain_check_does(tmp_path: Path, tiny_base: BaseDescription) -> None:

@@ -8,7 +8,7 @@ is ever unpickled.
 
 from __future__ import annotations
 
-from veneer.artifact.artifact import Artifact, Report, Vectors, check
+from veneer.artifact.artifact import Artifact, Vectors, check
 from veneer.artifact.base_model import describe_base
 from veneer.artifact.base_weights import BaseWeights
 from veneer.artifact.description import BaseDescription, TargetModule
@@ -17,6 +17,7 @@ from veneer.artifact.faults import ArtifactError
 from veneer.artifact.header import TensorRef
 from veneer.artifact.limits import Limits
 from veneer.artifact.pairs import Bias, Pair
+from veneer.artifact.report import LimitUse, ModuleReport, Report
 
 __all__ = [
     "Artifact",
@@ -24,7 +25,9 @@ __all__ = [
     "BaseDescription",
     "BaseWeights",
     "Bias",
+    "LimitUse",
     "Limits",
+    "ModuleReport",
     "Pair",
     "Report",
     "TargetModule",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,51 +17,12 @@ from veneer.artifact.faults import Faults, quote
 from veneer.artifact.header import DTYPE_BYTES, FLOAT_DTYPES, HeaderLimits, TensorRef, read_header
 from veneer.artifact.limits import Limits
 from veneer.artifact.pairs import WEIGHTS, Bias, Pair, pair_up
+from veneer.artifact.report import Findings, Report, base_match, make_report, measure_norms
 from veneer.artifact.source import Source, opened
 from veneer.artifact.values import CHUNK_ELEMENTS, Statistics, measure, measure_run, read_matrix
 from veneer.errors import DataLossError
 
 _DEFAULT_LIMITS = Limits()
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What the check found; mirrors the message ArtifactReport.
-
-    Attributes:
-        num_pairs: A/B pairs in the file; all of them are applied.
-        min_rank: Smallest rank.
-        max_rank: Largest rank; the rank rows that the adapter takes in a step.
-        total_rank_rows: Sum of all ranks.
-        dtype: Element type in the file; the commonest one when there are several.
-        modules: Names of the adapted modules, in slice order.
-        num_layers: Layers in which at least one module is adapted.
-        min_scaling: Smallest scaling factor.
-        max_scaling: Largest scaling factor.
-        max_abs: Largest magnitude of any element.
-        warnings: Things worth a look that do not stop the version.
-        invocation_tokens: Token ids that activate the adapter, from where they last stand in a prompt on; empty: it is active
-            from the first token.
-    """
-
-    num_pairs: int
-    min_rank: int
-    max_rank: int
-    total_rank_rows: int
-    dtype: str
-    modules: tuple[str, ...]
-    num_layers: int
-    min_scaling: float
-    max_scaling: float
-    max_abs: float
-    warnings: tuple[str, ...]
-    invocation_tokens: tuple[int, ...] = ()
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Report:
-        """Reads what `dataclasses.asdict` gave after a way through JSON."""
-        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-        return cls(**{**fields, **lists})
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +102,9 @@ class Artifact:
             yield source
 
 
-def check(config: bytes, weights: BinaryIO | Path, base: BaseDescription, limits: Limits = _DEFAULT_LIMITS) -> Artifact:
+def check(
+    config: bytes, weights: BinaryIO | Path, base: BaseDescription, limits: Limits = _DEFAULT_LIMITS, *, norms: bool = False
+) -> Artifact:
     """Checks an adapter against a base. What is accepted can be loaded, and every pair in the file is applied.
 
     Args:
@@ -150,6 +112,7 @@ def check(config: bytes, weights: BinaryIO | Path, base: BaseDescription, limits
         weights: `adapter_model.safetensors`, open for reading or by path; each tensor is read once, in parts.
         base: The base that it was fine-tuned from.
         limits: What is allowed.
+        norms: Put the norms of what is added to the base into the report too: every pair is read once more for it.
 
     Raises:
         ArtifactError: Something is wrong; every fault is listed.
@@ -168,21 +131,23 @@ def check(config: bytes, weights: BinaryIO | Path, base: BaseDescription, limits
         updates = pair_up(tensors, settings, base, limits=limits, faults=faults)
         statistics = _measure(source, tensors, limits=limits, faults=faults)
         faults.raise_if_any()
-        size_bytes = source.size_bytes
-    _warn(settings, base, updates.pairs, statistics)
-    report = _report(
-        updates.pairs,
-        base,
-        statistics,
-        invocation_tokens=settings.invocation_tokens,
-        warnings=_shorten(settings.warnings, limits.max_faults),
-    )
+        _warn(settings, base, updates.pairs, statistics)
+        found = Findings(
+            settings=settings,
+            config_bytes=len(config),
+            tensors=tensors,
+            weights_bytes=source.size_bytes,
+            pairs=updates.pairs,
+            statistics=statistics,
+            norms=measure_norms(source, updates.pairs, statistics) if norms else {},
+        )
+    report = make_report(found, base, limits)
     return Artifact(
         pairs=updates.pairs,
         dtype=report.dtype,
         report=report,
         base_name=settings.base_name,
-        weights_bytes=size_bytes,
+        weights_bytes=found.weights_bytes,
         biases=updates.biases,
     )
 
@@ -246,8 +211,7 @@ def _runs(source: Source, tensors: Sequence[TensorRef]) -> Iterator[list[TensorR
 
 
 def _warn(config: Config, base: BaseDescription, pairs: Sequence[Pair], statistics: Mapping[str, Statistics]) -> None:
-    names = (base.name, *base.known_names)
-    if config.base_name and config.base_name not in names:
+    if base_match(config.base_name, base) == "OTHER_NAME":
         config.warnings.append(f"{WHERE} names the base {quote(config.base_name)}; it is served on {quote(base.name)}")
     for part, refs in (("A", [pair.a for pair in pairs]), ("B", [pair.b for pair in pairs])):
         if all(statistics[ref.name].max_abs == 0.0 for ref in refs):
@@ -257,34 +221,3 @@ def _warn(config: Config, base: BaseDescription, pairs: Sequence[Pair], statisti
     dtypes = sorted({ref.dtype for pair in pairs for ref in (pair.a, pair.b)})
     if len(dtypes) > 1:
         config.warnings.append(f"tensors have several element types: {', '.join(dtypes)}")
-
-
-def _shorten(warnings: Sequence[str], max_warnings: int) -> list[str]:
-    more = len(warnings) - max_warnings
-    return list(warnings) if more <= 0 else [*warnings[:max_warnings], f"and {more} more warnings"]
-
-
-def _report(
-    pairs: Sequence[Pair],
-    base: BaseDescription,
-    statistics: Mapping[str, Statistics],
-    *,
-    invocation_tokens: tuple[int, ...],
-    warnings: Sequence[str],
-) -> Report:
-    dtypes = Counter(ref.dtype for pair in pairs for ref in (pair.a, pair.b))
-    by_module = sorted(pairs, key=lambda pair: (pair.layer == base.num_layers, pair.slice))
-    return Report(
-        num_pairs=len(pairs),
-        min_rank=min(pair.rank for pair in pairs),
-        max_rank=max(pair.rank for pair in pairs),
-        total_rank_rows=sum(pair.rank for pair in pairs),
-        dtype=max(dtypes, key=dtypes.__getitem__),
-        modules=tuple(dict.fromkeys(base.module_at(pair.layer, pair.slice).name for pair in by_module)),
-        num_layers=len({pair.layer for pair in pairs} - {base.num_layers}),
-        min_scaling=min(pair.scaling for pair in pairs),
-        max_scaling=max(pair.scaling for pair in pairs),
-        max_abs=max(found.max_abs for found in statistics.values()),
-        warnings=tuple(warnings),
-        invocation_tokens=invocation_tokens,
-    )

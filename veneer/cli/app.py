@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from veneer.cli import catalog, generation, nodes, operations, pins, stack, tenants
+from veneer.cli import catalog, checking, generation, nodes, operations, pins, stack, tenants
 from veneer.cli.output import print_error
 from veneer.cli.target import DEFAULT_STATE, Target
 from veneer.errors import VeneerError
@@ -70,10 +70,11 @@ def options(
 app.command("up")(stack.up)
 app.command("down")(stack.down)
 app.command("status")(operations.status)
-app.command("check")(catalog.check)
+app.command("check")(checking.check)
 app.command("publish")(catalog.publish)
 app.command("adapters")(catalog.adapters)
 app.command("versions")(catalog.versions)
+app.command("report")(checking.report)
 app.command("alias")(catalog.alias)
 app.command("split")(catalog.split)
 app.command("rollback")(catalog.rollback)

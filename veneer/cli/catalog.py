@@ -1,58 +1,28 @@
-"""What tenants do with their catalogue: check, publish, list, move aliases, retire, delete."""
+"""What tenants do with their catalogue: publish, list, move aliases, retire, delete."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from veneer.artifact import ArtifactError, Report, describe_base
-from veneer.artifact import check as check_artifact
-from veneer.cli.output import error_console, note, print_error, print_json, print_table, say, short, size, when
+from veneer.cli.checking import Folder
+from veneer.cli.output import error_console, note, print_json, print_table, say, short, size, when
 from veneer.cli.target import Target
-from veneer.client import CONFIG_NAME, WEIGHTS_NAME, Client
+from veneer.client import Client
 from veneer.controlplane.v1 import catalog_pb2
 from veneer.errors import InvalidArgumentError, NotFoundError, Violation
+from veneer.origin import Origin
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Folder = Annotated[Path, typer.Argument(help=f"PEFT folder with {CONFIG_NAME} and {WEIGHTS_NAME}.", exists=True, file_okay=False)]
 AdapterName = Annotated[str, typer.Argument(metavar="ADAPTER", help="Adapter of your tenant.")]
 AliasName = Annotated[str, typer.Option("--alias", help="Name of the alias.")]
 Expected = Annotated[int | None, typer.Option("--expect", help="Move it only if its generation is still this.", min=0)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and say what would be done, but do nothing.")]
 _VERSION_HELP = "Number, digest, or the beginning of a digest."
-
-
-def check(
-    folder: Folder,
-    *,
-    base: Annotated[Path, typer.Option(help="Hugging Face folder of the base.", exists=True, file_okay=False)],
-    json: Json = False,
-) -> None:
-    """Check an adapter on this machine, as publish would; exit status 1 with every fault when it would be refused."""
-    description = describe_base(base)
-    try:
-        report = check_artifact(_read_config(folder), _weights(folder), description).report
-    except ArtifactError as error:
-        if json:
-            print_json(
-                {
-                    "accepted": False,
-                    "violations": [{"field": one.field, "description": one.description} for one in error.violations],
-                }
-            )
-        else:
-            print_error(error)
-        raise typer.Exit(1) from error
-    if json:
-        print_json({"accepted": True, "report": asdict(report)})
-        return
-    _print_report("accepted", report)
 
 
 def publish(
@@ -63,12 +33,16 @@ def publish(
     base: Annotated[str, typer.Option(help="Digest or name of the base; else the only one there is.")] = "",
     alias: Annotated[str, typer.Option(help="Alias to point at it; else none moves, but a first version becomes `stable`.")] = "",
     label: Annotated[str, typer.Option(help="Free text, up to 200 characters.")] = "",
+    labels: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A label; may be repeated, up to 32.")] = None,
+    training_run: Annotated[str, typer.Option(help="The run that trained it, up to 200 characters.")] = "",
+    data_digest: Annotated[str, typer.Option(help="SHA-256 of what it was trained on, 64 lower-case hex digits.")] = "",
     request_id: Annotated[str, typer.Option(help="Your own identifier: repeating a publish with it changes nothing.")] = "",
     json: Json = False,
 ) -> None:
     """Publish an adapter as a new version; it can be served seconds later."""
     target: Target = context.obj
     name = adapter or folder.resolve().name.lower()
+    origin = Origin(labels=_read_labels(labels or []), training_run=training_run, data_digest=data_digest)
 
     async def run(progress: Progress) -> catalog_pb2.PublishResponse:
         task = progress.add_task(f"publishing {name}", total=None)
@@ -79,6 +53,7 @@ def publish(
                 base=base or await _only_base(client, target),
                 alias=alias,
                 label=label,
+                origin=origin,
                 request_id=request_id,
                 progress=lambda sent, total: progress.update(task, completed=sent, total=total),
             )
@@ -139,11 +114,16 @@ def versions(context: typer.Context, adapter: AdapterName, *, json: Json = False
             ", ".join(one.report.modules),
             size(one.size_bytes),
             one.label,
+            one.training_run,
             when(one.create_time),
         )
         for one in found
     ]
-    print_table(f"versions of {adapter}", ("no.", "digest", "state", "rank", "modules", "size", "label", "published"), rows)
+    print_table(
+        f"versions of {adapter}",
+        ("no.", "digest", "state", "rank", "modules", "size", "label", "training run", "published"),
+        rows,
+    )
 
 
 def alias(
@@ -306,6 +286,18 @@ async def _only_base(client: Client, target: Target) -> str:
     return known[0].digest
 
 
+def _read_labels(texts: Iterable[str]) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise InvalidArgumentError.of([Violation("--labels", f"{text!r} is not NAME=VALUE")])
+        if name in labels:
+            raise InvalidArgumentError.of([Violation("--labels", f"{name!r} is given twice")])
+        labels[name] = value
+    return labels
+
+
 def _read_arm(arm: str) -> tuple[str, int]:
     version, separator, weight = arm.rpartition("=")
     if not separator or not weight.isdecimal() or not 1 <= int(weight) <= 10_000:
@@ -313,37 +305,7 @@ def _read_arm(arm: str) -> tuple[str, int]:
     return version, int(weight)
 
 
-def _read_config(folder: Path) -> bytes:
-    path = folder / CONFIG_NAME
-    if not path.is_file():
-        raise InvalidArgumentError.of([Violation(CONFIG_NAME, f"is not in {folder}")])
-    return path.read_bytes()
-
-
-def _weights(folder: Path) -> Path:
-    path = folder / WEIGHTS_NAME
-    if not path.is_file():
-        raise InvalidArgumentError.of([Violation(WEIGHTS_NAME, f"is not in {folder}")])
-    return path
-
-
 def _alias_text(alias: catalog_pb2.Alias) -> str:
     total = sum(arm.weight for arm in alias.arms)
     arms = ", ".join(f"{short(arm.version)} {100 * arm.weight / total:.4g} %" for arm in alias.arms)
     return f"{alias.name} → {arms} (generation {alias.generation})"
-
-
-def _print_report(title: str, report: Report) -> None:
-    rows: list[tuple[str, object]] = [
-        ("pairs", report.num_pairs),
-        ("ranks", f"{report.min_rank} – {report.max_rank}"),
-        ("rank rows in all", report.total_rank_rows),
-        ("modules", ", ".join(report.modules)),
-        ("layers", report.num_layers),
-        ("type", report.dtype),
-        ("scaling", f"{report.min_scaling:g} – {report.max_scaling:g}"),
-        ("largest value", f"{report.max_abs:g}"),
-        *([("activated by tokens", ", ".join(map(str, report.invocation_tokens)))] if report.invocation_tokens else []),
-        *(("warning", warning) for warning in report.warnings),
-    ]
-    print_table(title, ("", ""), rows)

@@ -35,8 +35,11 @@ def ok(outcome: Outcome) -> str:
     return outcome.out
 
 
-def test_an_adapter_goes_from_folder_to_answer_and_back(veneer: Run, make_folder: Callable[[int], Path]) -> None:
-    assert "published acme/tour version 1" in ok(veneer("publish", make_folder(1), "--adapter", "tour", "--label", "first"))
+def test_an_adapter_goes_from_folder_to_answer_and_back(
+    veneer: Run, make_folder: Callable[[int], Path], model_dir: Path, tmp_path: Path
+) -> None:
+    origin = ("--label", "first", "--labels", "team=search", "--training-run", "run-7", "--data-digest", "cd" * 32)
+    assert "published acme/tour version 1" in ok(veneer("publish", make_folder(1), "--adapter", "tour", *origin))
     published = json.loads(ok(veneer("publish", make_folder(2), "--adapter", "tour", "--json")))
     assert published["version"]["number"] == "2"
     listed = json.loads(ok(veneer("versions", "tour", "--json")))
@@ -54,6 +57,12 @@ def test_an_adapter_goes_from_folder_to_answer_and_back(veneer: Run, make_folder
     assert "retired tour version 2" in ok(veneer("retire", "tour", "v2"))
     assert "first" in ok(veneer("versions", "tour"))
     assert "tour" in ok(veneer("adapters"))
+    reported = json.loads(ok(veneer("report", "tour", "1", "--json")))
+    stated = (reported["labels"], reported["training_run"], reported["data_digest"])
+    assert stated == ({"team": "search"}, "run-7", "cd" * 32)
+    assert ok(veneer("report", "tour", first[:12])) == ok(veneer("report", "tour", "v1"))
+    checked = json.loads(ok(veneer("check", tmp_path / "adapter-1", "--base", model_dir, "--json")))
+    assert checked["report"] == reported["report"]
 
 
 def followed(condition: Callable[[], bool]) -> None:

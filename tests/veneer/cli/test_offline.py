@@ -25,7 +25,17 @@ def test_check_reports_what_an_adapter_holds(run: Run, model_dir: Path, model_ba
     outcome = run("check", folder, "--base", model_dir, "--json")
     report = json.loads(outcome.out)
     assert (outcome.status, report["accepted"], report["report"]["max_rank"]) == (0, True, 3)
-    assert "q_proj, v_proj" in run("check", folder, "--base", model_dir).out
+    shown = run("check", folder, "--base", model_dir).out
+    assert "q_proj, v_proj" in shown
+    assert "by module" in shown
+    assert "3 of 256" in shown
+
+
+def test_labels_without_a_value_are_refused_before_anything_is_sent(run: Run, tmp_path: Path) -> None:
+    for labels, fault in ((["team"], "is not NAME=VALUE"), (["team=a", "team=b"], "is given twice")):
+        options = [part for label in labels for part in ("--labels", label)]
+        outcome = run("--state", tmp_path, "--key", KEY, "--control", "127.0.0.1:1", "publish", tmp_path, *options)
+        assert (outcome.status, fault in outcome.err) == (1, True)
 
 
 def test_check_says_which_tokens_activate_an_adapter(

@@ -1,0 +1,135 @@
+"""What an adapter is like: the offline check, and the report of a version that was published."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from veneer.artifact import ArtifactError, describe_base
+from veneer.artifact import check as check_artifact
+from veneer.cli.output import print_error, print_json, print_table
+from veneer.cli.target import Target
+from veneer.client import CONFIG_NAME, WEIGHTS_NAME
+from veneer.controlplane.v1 import catalog_pb2
+from veneer.errors import InvalidArgumentError, NotFoundError, Violation
+from veneer.reports import report_message
+
+Folder = Annotated[Path, typer.Argument(help=f"PEFT folder with {CONFIG_NAME} and {WEIGHTS_NAME}.", exists=True, file_okay=False)]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_MATCHES = {
+    catalog_pb2.BASE_MATCH_NAMED: "named by the configuration",
+    catalog_pb2.BASE_MATCH_OTHER_NAME: "the configuration names {}",
+    catalog_pb2.BASE_MATCH_NOT_NAMED: "not named by the configuration",
+}
+
+
+def check(
+    folder: Folder,
+    *,
+    base: Annotated[Path, typer.Option(help="Hugging Face folder of the base.", exists=True, file_okay=False)],
+    json: _Json = False,
+) -> None:
+    """Check an adapter on this machine, as publish would; exit status 1 with every fault when it would be refused."""
+    description = describe_base(base)
+    config, weights = (_file(folder, name) for name in (CONFIG_NAME, WEIGHTS_NAME))
+    try:
+        report = report_message(check_artifact(config.read_bytes(), weights, description, norms=True).report)
+    except ArtifactError as error:
+        if json:
+            violations = [{"field": one.field, "description": one.description} for one in error.violations]
+            print_json({"accepted": False, "violations": violations})
+        else:
+            print_error(error)
+        raise typer.Exit(1) from error
+    if json:
+        print_json({"accepted": True, "report": report})
+        return
+    print_report("accepted", report)
+
+
+def report(
+    context: typer.Context,
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Adapter of your tenant.")],
+    version: Annotated[str, typer.Argument(help="Number, digest, or the beginning of a digest.")],
+    *,
+    json: _Json = False,
+) -> None:
+    """Show one version: where it comes from, and what the publish check found."""
+    target: Target = context.obj
+
+    async def run() -> list[catalog_pb2.Version]:
+        async with target.client() as client:
+            return await client.versions(adapter)
+
+    known = asyncio.run(run())
+    named = [one for one in known if str(one.number) == version.removeprefix("v")]
+    found = named or [one for one in known if one.digest.startswith(version)]
+    if not found:
+        raise NotFoundError(f"{adapter} has no version {version}; `veneer versions {adapter}` lists them")
+    if len(found) > 1:
+        raise InvalidArgumentError.of([Violation("version", f"{version} is the beginning of {len(found)} digests")])
+    if json:
+        print_json(found[0])
+        return
+    print_table(f"{adapter} version {found[0].number}", ("", ""), _provenance(found[0]))
+    print_report("report", found[0].report)
+
+
+def print_report(title: str, report: catalog_pb2.ArtifactReport) -> None:
+    """Prints a report as tables: the whole, by module, and the limits."""
+    tokens = ", ".join(map(str, report.invocation_tokens))
+    rows: list[tuple[str, object]] = [
+        ("pairs", f"{report.num_pairs} of {report.num_possible_pairs}" if report.num_possible_pairs else report.num_pairs),
+        ("ranks", f"{report.min_rank} – {report.max_rank}"),
+        ("rank rows in all", report.total_rank_rows),
+        ("modules", ", ".join(report.modules)),
+        ("layers", report.num_layers),
+        ("type", report.dtype),
+        ("scaling", f"{report.min_scaling:g} – {report.max_scaling:g}"),
+        ("largest value", f"{report.max_abs:g}"),
+        *([("base", _MATCHES[report.base_match].format(report.base_name))] if report.base_match in _MATCHES else []),
+        *([("activated by tokens", tokens)] if tokens else []),
+        *(("warning", warning) for warning in report.warnings),
+    ]
+    print_table(title, ("", ""), rows)
+    if report.by_module:
+        columns = ("module", "site", "pairs", "ranks", "scaling", "largest in A", "in B", "norm of what is added")
+        print_table("by module", columns, map(_module_row, report.by_module))
+    if report.limits:
+        rows = [(one.name, f"{one.value:g} of {one.limit:g}") for one in report.limits]
+        print_table("limits", ("", ""), rows)
+
+
+def _module_row(one: catalog_pb2.ModuleReport) -> tuple[object, ...]:
+    norm = f"{one.min_norm:.3g} – {one.max_norm:.3g}" if one.HasField("max_norm") else "–"
+    return (
+        one.module,
+        one.site,
+        f"{one.num_pairs} of {one.num_layers}",
+        f"{one.min_rank} – {one.max_rank}",
+        f"{one.min_scaling:g} – {one.max_scaling:g}",
+        f"{one.max_abs_a:.3g}",
+        f"{one.max_abs_b:.3g}",
+        norm,
+    )
+
+
+def _provenance(version: catalog_pb2.Version) -> Iterator[tuple[str, object]]:
+    yield "digest", version.digest
+    yield "base", version.base_digest
+    for name, value in (("label", version.label), ("training run", version.training_run), ("data digest", version.data_digest)):
+        if value:
+            yield name, value
+    for name, value in sorted(version.labels.items()):
+        yield f"label {name}", value
+
+
+def _file(folder: Path, name: str) -> Path:
+    path = folder / name
+    if not path.is_file():
+        raise InvalidArgumentError.of([Violation(name, f"is not in {folder}")])
+    return path
