@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import report
+from benchmarks.histories.measure import measure_histories
 from benchmarks.orphans import measure_orphans
 from benchmarks.publishing import measure_publishing
 from benchmarks.report import Row
@@ -18,6 +19,7 @@ def sections(folder: Path, *, short: bool) -> dict[str, Callable[[], list[Row]]]
     """Returns what there is to measure, by name; servers and stores go into the folder."""
     return {
         "scale": lambda: measure_scale(folder / "scale", versions=50_000 if short else 1_000_000, calls=50 if short else 500),
+        "histories": lambda: measure_histories(folder / "histories", count=3 if short else 50),
         "orphans": lambda: measure_orphans(folder / "orphans", cycles=25 if short else 500),
         "publishing": lambda: measure_publishing(folder / "publishing", uploads=24 if short else 200, rounds=5 if short else 30),
     }

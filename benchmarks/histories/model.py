@@ -108,6 +108,36 @@ def step(state: State, operation: Operation) -> tuple[Outcome, State]:
     return outcome, after
 
 
+def levels(state: State) -> dict[str, int]:
+    """What only ever grows, by name: a state that is beyond what an operation saw can never come before it."""
+    if isinstance(state, KeyState):
+        return {}
+    return {"": state.num_versions, **dict(state.generations)}
+
+
+def ceilings(operation: Operation) -> dict[str, int]:
+    """The highest level of each kind at which an operation can have had its outcome; nothing for what may be a stored answer."""
+    what, outcome = operation.what, operation.outcome
+    if operation.request_id:
+        return {}
+    if isinstance(outcome, Moved):
+        return {outcome.alias: outcome.generation - 1}
+    if isinstance(outcome, Published):
+        moved = {} if outcome.moved is None else {outcome.moved.alias: outcome.moved.generation - 1}
+        return {"": outcome.number - 1, **moved}
+    if isinstance(outcome, Deleted):
+        return {one.alias: one.generation - 1 for one in outcome.moved}
+    if isinstance(what, Resolve) and what.alias and isinstance(outcome, Resolved):
+        return {what.alias: outcome.generation}
+    if isinstance(what, ReadCount) and isinstance(outcome, Listed):
+        return {"": int(str(outcome.items[0]))}
+    if isinstance(what, SetAlias | Rollback) and isinstance(outcome, Refused) and outcome.generation:
+        return {what.alias: outcome.generation}
+    if isinstance(outcome, Listed):
+        return {one.alias: one.generation for one in outcome.items if isinstance(one, Moved)}
+    return {}
+
+
 def _step_key(state: KeyState, operation: Operation) -> tuple[Outcome, State]:
     if isinstance(operation.what, RevokeKey):
         return Done(), KeyState(is_valid=False)

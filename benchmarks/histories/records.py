@@ -271,9 +271,16 @@ class History:
             found.setdefault(operation.subject, []).append(operation)
         return found
 
+    @property
+    def num_calls(self) -> int:
+        """Calls that were not lost on the way; one may show something of several subjects."""
+        return len({(one.client, one.call) for one in self.operations if not isinstance(one.outcome, Lost)})
+
     def write(self, path: Path) -> None:
         """Writes it as lines of JSON, for looking into what a violation names."""
-        lines = [{"type": type(one.what).__name__, **asdict(one)} for one in self.operations]
+        lines: list[dict[str, object]] = [
+            {"type": type(one.what).__name__, "answer": type(one.outcome).__name__, **asdict(one)} for one in self.operations
+        ]
         lines += [{"type": "fault", **asdict(one)} for one in self.faults]
         lines += [{"type": "change", **asdict(one)} for one in (self.feed.changes if self.feed else ())]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))

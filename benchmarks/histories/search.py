@@ -1,17 +1,19 @@
 """Looks for an order of operations that fits a sequential model: is a history linearizable?
 
 A depth-first walk over the operations that may come next (those called before any other outstanding one returned), which
-never enters the same pair of what is done and the state after it twice.
+never enters the same pair of what is done and the state after it twice. Two cuts keep unknown outcomes from multiplying it:
+a point is left when it spent more of them than an equal one before it, and when its state has grown past what is still to come.
 
 Source: Wing, Gong: Testing and verifying concurrent objects (1993); Lowe: Testing for linearizability (2017), for the memo.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.histories.model import State, step
+from benchmarks.histories.model import State, ceilings, levels, step
 from benchmarks.histories.records import Lost, Operation
 
 _MAX_CONFIGURATIONS = 400_000
@@ -51,9 +53,36 @@ class _Node:
 class _Walk:
     def __init__(self, operations: Sequence[Operation]) -> None:
         by_call = sorted(operations, key=lambda one: one.call)
+        self.num_entered = 0
         self.known = [one for one in by_call if one.outcome is not None and not isinstance(one.outcome, Lost)]
         self.unknown = [one for one in by_call if one.outcome is None]
         self.everything = (1 << len(self.known)) - 1
+        self._spent: dict[tuple[int, State], list[int]] = {}
+        self._ceilings: dict[str, tuple[list[int], list[int]]] = {}
+        for at, one in enumerate(self.known):
+            for name, ceiling in ceilings(one).items():
+                heights, bits = self._ceilings.setdefault(name, ([], []))
+                place = bisect_left(heights, ceiling)
+                heights.insert(place, ceiling)
+                bits.insert(place, 1 << at)
+        for _, bits in self._ceilings.values():
+            for at in range(1, len(bits)):
+                bits[at] |= bits[at - 1]
+
+    def is_new(self, node: _Node) -> bool:
+        """Whether a point is worth entering, which is noted: it can lead somewhere, and no equal one before had as much left."""
+        rest = self.everything & ~node.known
+        for name, level in levels(node.state).items():
+            heights, bits = self._ceilings.get(name, ([], []))
+            below = bisect_left(heights, level)
+            if below and bits[below - 1] & rest:
+                return False
+        spent = self._spent.setdefault((node.known, node.state), [])
+        if any(before & ~node.unknown == 0 for before in spent):
+            return False
+        spent.append(node.unknown)
+        self.num_entered += 1
+        return True
 
     def outstanding(self, node: _Node) -> list[tuple[int, Operation]]:
         """Known operations of which one must come next: what was called before the first of the outstanding returned."""
@@ -100,7 +129,6 @@ def linearize(operations: Sequence[Operation], start: State, *, max_configuratio
     """
     walk = _Walk(operations)
     root = _Node(0, 0, start)
-    seen = {root}
     path: list[tuple[Operation | None, _Node, Iterator[tuple[Operation, _Node]]]] = [(None, root, walk.after(root))]
     best: list[Operation] = []
     best_node = root
@@ -111,13 +139,12 @@ def linearize(operations: Sequence[Operation], start: State, *, max_configuratio
         if node.known.bit_count() > best_node.known.bit_count():
             best, best_node = [one for one, _, _ in path if one is not None], node
         for one, child in following:
-            if child not in seen:
-                seen.add(child)
+            if walk.is_new(child):
                 path.append((one, child, walk.after(child)))
                 break
         else:
             path.pop()
-        if len(seen) > max_configurations:
+        if walk.num_entered > max_configurations:
             return Linearization(tuple(best), best_node.state, is_decided=False)
     stuck = tuple(one for _, one in walk.outstanding(best_node))
     return Linearization(tuple(best), best_node.state, stuck)
