@@ -73,6 +73,13 @@ async def answered(connection: AsyncConnection, request: Request) -> dict[str, A
     return answer
 
 
+async def was_answered(connection: AsyncConnection, tenant: str, request_id: str) -> bool:
+    """Whether a write with this request_id was done, whatever it said."""
+    columns = models.requests.c
+    query = select(columns.request_id).where(columns.tenant == tenant, columns.request_id == request_id)
+    return (await connection.execute(query)).one_or_none() is not None
+
+
 async def keep(connection: AsyncConnection, request: Request, answer: Mapping[str, Any]) -> None:
     """Keeps the answer of a request, in the transaction that does what it asks for."""
     if not request.id:

@@ -50,6 +50,11 @@ class Scope:
         """A tenant about to use adapters: its own, and those granted to it. Reads only."""
         return cls("caller", tenant)
 
+    @classmethod
+    def of_node_for(cls, tenant: str) -> Scope:
+        """A data plane working on what it does for one tenant."""
+        return cls("node", tenant)
+
 
 OPERATOR: Final = Scope("operator")
 """An operator: tenants, nodes and enrolments; no adapter, no version, no key."""

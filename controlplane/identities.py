@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -9,15 +10,17 @@ from sqlalchemy import text
 
 from controlplane.db import Database, translated
 from controlplane.fallback import FallbackPolicy
-from controlplane.limits import TenantLimits
+from controlplane.limits import TenantLimits, TenantQuotas
 from controlplane.vault import Vault
 from veneer.access import Identity, Kind
 
 _IDENTIFY = text("""
     SELECT i.kind, i.id, i.tenant, i.roles, i.expire_time, i.fallback_allowed, i.weight, f.previous_allowed, f.default_fallback,
-           i.max_rank_rows, i.max_arena_bytes, i.max_host_bytes
-    FROM identify(:hash) i LEFT JOIN LATERAL fallback_of(i.tenant) f ON true
+           i.max_rank_rows, i.max_arena_bytes, i.max_host_bytes, q.*
+    FROM identify(:hash) i LEFT JOIN LATERAL fallback_of(i.tenant) f ON true LEFT JOIN LATERAL quotas_of(i.tenant) q ON true
 """)
+
+_QUOTAS = tuple(field.name for field in dataclasses.fields(TenantQuotas))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,7 @@ class Holder:
         fallback: For tenant keys: what may answer when a version cannot be had in time.
         weight: For tenant keys: share of capacity relative to other tenants.
         limits: For tenant keys: what the tenant may use at most on one data plane.
+        quotas: For tenant keys: what it may use at most in all.
     """
 
     kind: Kind
@@ -43,6 +47,7 @@ class Holder:
     fallback: FallbackPolicy
     weight: int
     limits: TenantLimits
+    quotas: TenantQuotas
 
 
 class Identities:
@@ -76,6 +81,7 @@ class Identities:
             limits=TenantLimits(
                 max_rank_rows=row.max_rank_rows, max_arena_bytes=row.max_arena_bytes, max_host_bytes=row.max_host_bytes
             ),
+            quotas=TenantQuotas(**{name: getattr(row, name) or 0 for name in _QUOTAS}),
         )
 
     async def authenticate(self, key_digest: bytes) -> Identity | None:

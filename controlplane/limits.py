@@ -1,4 +1,4 @@
-"""What a tenant may use at most on one data plane, as the catalogue holds it."""
+"""What a tenant may use at most, on one data plane and in all, as the catalogue holds it."""
 
 from __future__ import annotations
 
@@ -18,3 +18,22 @@ class TenantLimits:
     max_rank_rows: int = 0
     max_arena_bytes: int = 0
     max_host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantQuotas:
+    """What it may use at most in all, over all data planes. 0 is no limit.
+
+    Attributes:
+        max_requests_per_minute: Requests in any 60 s.
+        max_tokens_per_minute: Tokens of prompts and answers in any 60 s.
+        max_streams: Streams at a time.
+        max_adapters: Adapters that are not deleted.
+        max_stored_bytes: Bytes of the files of its versions.
+    """
+
+    max_requests_per_minute: int = 0
+    max_tokens_per_minute: int = 0
+    max_streams: int = 0
+    max_adapters: int = 0
+    max_stored_bytes: int = 0

@@ -87,9 +87,19 @@ tenants = Table(
     Column("max_host_bytes", BigInteger, nullable=False, server_default="0"),
     Column("previous_allowed", Boolean, nullable=False, server_default="true"),
     Column("default_fallback", Text, nullable=False, server_default="NONE"),
+    Column("max_requests_per_minute", BigInteger, nullable=False, server_default="0"),
+    Column("max_tokens_per_minute", BigInteger, nullable=False, server_default="0"),
+    Column("max_streams", BigInteger, nullable=False, server_default="0"),
+    Column("max_adapters", BigInteger, nullable=False, server_default="0"),
+    Column("max_stored_bytes", BigInteger, nullable=False, server_default="0"),
     CheckConstraint("name ~ '^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$'", name="name"),
     CheckConstraint("weight BETWEEN 1 AND 1000", name="weight"),
     CheckConstraint("max_rank_rows >= 0 AND max_arena_bytes >= 0 AND max_host_bytes >= 0", name="limits"),
+    CheckConstraint(
+        "max_requests_per_minute >= 0 AND max_tokens_per_minute >= 0 AND max_streams >= 0 AND max_adapters >= 0"
+        " AND max_stored_bytes >= 0",
+        name="quotas",
+    ),
     CheckConstraint("default_fallback IN ('NONE', 'NOT_READY', 'ANY', 'PREVIOUS', 'FAIL')", name="default_fallback"),
     CheckConstraint("previous_allowed OR NOT fallback_allowed", name="previous_allowed"),
     CheckConstraint(
@@ -285,6 +295,22 @@ blob_leases = Table(
     Column("end_time", _TIME, nullable=False),
     PrimaryKeyConstraint("tenant", "folder", "node"),
     Index("ix_blob_leases_end_time", "end_time"),
+)
+
+# Shares of tenants' quotas that nodes hold; see `controlplane.quotas`.
+quota_leases = Table(
+    "quota_leases",
+    metadata,
+    Column("tenant", Text, ForeignKey("tenants.name"), nullable=False),
+    Column("node", Uuid, ForeignKey("nodes.id"), nullable=False),
+    Column("requests_reserved", BigInteger, nullable=False),
+    Column("tokens_reserved", BigInteger, nullable=False),
+    Column("streams_reserved", BigInteger, nullable=False),
+    Column("requests_wanted", BigInteger, nullable=False),
+    Column("tokens_wanted", BigInteger, nullable=False),
+    Column("streams_wanted", BigInteger, nullable=False),
+    Column("end_time", _TIME, nullable=False),
+    PrimaryKeyConstraint("tenant", "node"),
 )
 
 # Terms of the jobs that one process at a time does; see `controlplane.leader`.

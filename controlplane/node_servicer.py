@@ -12,8 +12,9 @@ from controlplane.blobs import Blobs
 from controlplane.changes import ChangeFeed
 from controlplane.identities import Identities
 from controlplane.nodes import Nodes
+from controlplane.quotas import QuotaLeases
 from controlplane.resolve import Reference, Refusal, Resolver
-from controlplane.wire import caller_message, change_message, node_message, resolution_message, timestamp
+from controlplane.wire import caller_message, change_message, demand_of, node_message, resolution_message, timestamp
 from veneer.access import current_identity
 from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
 from veneer.errors import UnauthenticatedError
@@ -45,6 +46,7 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
         feed: ChangeFeed,
         grants: BlobGrants,
         blobs: Blobs,
+        quotas: QuotaLeases,
     ) -> None:
         self._nodes = nodes
         self._resolver = resolver
@@ -52,6 +54,7 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
         self._feed = feed
         self._grants = grants
         self._blobs = blobs
+        self._quotas = quotas
 
     async def CreateEnrollmentToken(
         self, request: nodes_pb2.CreateEnrollmentTokenRequest, context: _Context
@@ -82,7 +85,8 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
         """See the API."""
         target = request.target
         reference = Reference(adapter=target.adapter, owner=target.owner, alias=target.alias, version=target.version)
-        resolved = await self._resolver.resolve(request.key_digest, reference, base_digest=request.base_digest)
+        node = current_identity().key_id
+        resolved = await self._resolver.resolve(request.key_digest, reference, base_digest=request.base_digest, node=node)
         response = nodes_pb2.ResolveResponse(caller=caller_message(resolved.caller))
         if isinstance(resolved.outcome, Refusal):
             response.refusal = _REFUSALS[resolved.outcome]
@@ -126,3 +130,13 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
         """See the API."""
         quarantined = await self._nodes.report(current_identity().key_id, request.version, fault=_FAULTS[request.fault])
         return nodes_pb2.ReportVersionResponse(quarantined=quarantined)
+
+    async def LeaseQuotas(self, request: nodes_pb2.LeaseQuotasRequest, context: _Context) -> nodes_pb2.LeaseQuotasResponse:
+        """See the API."""
+        shares = await self._quotas.lease(current_identity().key_id, [demand_of(one) for one in request.demands])
+        response = nodes_pb2.LeaseQuotasResponse()
+        response.lifetime.FromTimedelta(self._quotas.lifetime)
+        for demand, share in zip(request.demands, shares, strict=True):
+            amounts = nodes_pb2.QuotaAmounts(requests=share.requests, tokens=share.tokens, streams=share.streams)
+            response.leases.add(tenant=demand.tenant, share=amounts)
+        return response

@@ -29,6 +29,7 @@ from controlplane.answers import (
     keep,
     version_from_json,
     version_to_json,
+    was_answered,
 )
 from controlplane.bases import Bases
 from controlplane.blobs import Blobs, upload_folder
@@ -38,6 +39,7 @@ from controlplane.db import Database, Scope
 from controlplane.deletion import note_uploads
 from controlplane.settings import Settings
 from controlplane.spool import CONFIG, WEIGHTS, Part, Received, Spool
+from controlplane.stored_quotas import check_stored
 from veneer.artifact import BaseDescription, Limits, Report, version_digest
 from veneer.errors import AbortedError, AlreadyExistsError, DeadlineExceededError, InvalidArgumentError, Violation
 
@@ -131,6 +133,7 @@ class Publisher:
             InvalidArgumentError: The upload or the adapter is at fault, or the request_id was used for other content.
             NotFoundError: There is no such base.
             AlreadyExistsError: The owner has published this content under another request_id.
+            ResourceExhaustedError: The owner's quota of adapters or bytes does not allow it.
             AbortedError: The same request_id is being published by another process; try again.
             UnavailableError: Database, store or jail are away.
             DeadlineExceededError: A part or the check took too long.
@@ -139,6 +142,7 @@ class Publisher:
             check_alias_name(order.alias)
         _check_texts(order)
         base = await self._bases.find(order.base)
+        await self._check_room(owner, order)
         limits = {CONFIG: self._settings.max_config_bytes, WEIGHTS: self._settings.max_weights_bytes}
         spool = Spool(self._settings.spool_folder, limits, part_timeout_s=self._settings.part_timeout_s)
         async with _turn(self._tenants, owner, places=self._settings.max_publishes_per_tenant), self._uploads, spool:
@@ -156,6 +160,12 @@ class Publisher:
                     return published
                 report = await self._checked(draft)
                 return await self._store(draft, report)
+
+    async def _check_room(self, owner: str, order: PublishOrder) -> None:
+        """Refuses before the upload what the tenant's quotas do not allow; not a publish that was done already."""
+        async with self._database.transaction(Scope.of_tenant(owner)) as connection:
+            if not await was_answered(connection, owner, order.request_id):
+                await check_stored(connection, owner, order.adapter, num_bytes=1, final=False)
 
     async def _stored(self, draft: _Draft) -> Published | None:
         """The answer that was given to this request_id before; None when it is new and its content too."""
@@ -207,6 +217,8 @@ class Publisher:
             if published is not None:
                 return published, False
             await _refuse_known(connection, draft)
+            num_bytes = sum(file.size_bytes for file in draft.files.values())
+            await check_stored(connection, owner, order.adapter, num_bytes=num_bytes, final=True)
             await _take_over(connection, owner, folder)
             is_only = not await _has_versions(connection, owner, order.adapter)
             version = await _insert_version(connection, draft, report=report, number=number)

@@ -13,7 +13,8 @@ from controlplane.catalog import QUARANTINED, READY, RETIRED, STABLE
 from controlplane.db import Database, Scope
 from controlplane.fallback import FallbackPolicy
 from controlplane.identities import Holder, Identities
-from controlplane.limits import TenantLimits
+from controlplane.limits import TenantLimits, TenantQuotas
+from controlplane.quotas import tenant_ticket
 from controlplane.vault import Vault
 from veneer.errors import UnauthenticatedError
 
@@ -58,6 +59,8 @@ class Caller:
     fallback: FallbackPolicy
     weight: int
     limits: TenantLimits
+    quotas: TenantQuotas
+    ticket: bytes
     cache_salt: bytes
     expire_time: datetime | None
     max_priority: int
@@ -137,7 +140,7 @@ class Resolver:
         self._identities = identities
         self._vault = vault
 
-    async def resolve(self, key_digest: bytes, reference: Reference, *, base_digest: str) -> Resolved:
+    async def resolve(self, key_digest: bytes, reference: Reference, *, base_digest: str, node: str = "") -> Resolved:
         """Tells who a key belongs to and what a reference means for its tenant on a node with this base.
 
         The lookup runs in the caller's own row-level-security scope, which holds its own adapters and those granted to it; so a
@@ -150,7 +153,7 @@ class Resolver:
         holder = await self._identities.find(key_digest)
         if holder is None or holder.kind != "tenant":
             raise UnauthenticatedError("no valid credential")
-        caller = self._caller(holder)
+        caller = self._caller(holder, node)
         if _CALLER not in holder.roles:
             return Resolved(caller, Refusal.ROLE)
         if not reference.adapter:
@@ -189,7 +192,7 @@ class Resolver:
             owner=owner, adapter=reference.adapter, alias=alias, generation=rows[0].generation, arms=arms, split_salt=salt
         )
 
-    def _caller(self, holder: Holder) -> Caller:
+    def _caller(self, holder: Holder, node: str) -> Caller:
         return Caller(
             tenant=holder.tenant,
             key_id=holder.id,
@@ -197,6 +200,8 @@ class Resolver:
             fallback=holder.fallback,
             weight=holder.weight,
             limits=holder.limits,
+            quotas=holder.quotas,
+            ticket=tenant_ticket(self._vault, node, holder.tenant) if node else b"",
             cache_salt=self._vault.cache_salt(holder.tenant),
             expire_time=holder.expire_time,
             max_priority=max((_MAX_PRIORITY[role] for role in holder.roles), default=0),

@@ -23,6 +23,7 @@ RULES: Rules = {
             "CreateTenant": _OPERATOR,
             "ListTenants": _OPERATOR,
             "SetTenantLimits": _OPERATOR,
+            "SetTenantQuotas": _OPERATOR,
             "SetFallback": _KEYS,
             "CreateKey": _KEYS,
             "ListKeys": _KEYS,
@@ -64,6 +65,7 @@ RULES: Rules = {
             "ReadBlob": _NODE,
             "ListChanges": _NODE,
             "ReportVersion": _NODE,
+            "LeaseQuotas": _NODE,
         },
     ),
 }

@@ -32,6 +32,7 @@ from controlplane.outbox import Relay, connect
 from controlplane.placement_servicer import PlacementServicer
 from controlplane.placer import Placer
 from controlplane.publish import Check, Publisher, PublishMetrics
+from controlplane.quotas import QuotaLeases
 from controlplane.resolve import Resolver
 from controlplane.rules import RULES
 from controlplane.settings import Settings
@@ -89,6 +90,7 @@ class ControlPlane:
             feed=ChangeFeed(self.database),
             grants=BlobGrants(self.database, vault, self.blobs, lifetime_s=settings.grant_lifetime_s),
             blobs=self.blobs,
+            quotas=QuotaLeases(self.database, vault, lifetime_s=settings.quota_lease_s),
         )
         services = [
             Service(

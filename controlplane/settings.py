@@ -58,6 +58,7 @@ class Settings(BaseSettings):
         part_timeout_s: Longest wait for the next part of an upload.
         upload_timeout_s: Longest upload.
         grant_lifetime_s: Life of a blob grant.
+        quota_lease_s: How long a node's share of a tenant's quotas lasts unless it is renewed; nodes renew each third of it.
         enrollment_lifetime_s: Life of an enrolment token.
         node_key_overlap_s: How long a node's old key works after a rotation.
         quarantine_reports: Nodes that must report a version before it is quarantined.
@@ -109,6 +110,7 @@ class Settings(BaseSettings):
     part_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
     upload_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 1800.0
     grant_lifetime_s: Annotated[float, Field(ge=1, le=86400)] = 900.0
+    quota_lease_s: Annotated[float, Field(ge=0.3, le=60)] = 6.0
     enrollment_lifetime_s: Annotated[float, Field(ge=1, le=86400)] = 3600.0
     node_key_overlap_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
     quarantine_reports: Annotated[int, Field(ge=1, le=100)] = 1

@@ -11,7 +11,16 @@ from google.protobuf.duration_pb2 import Duration
 from controlplane.audit import Audit
 from controlplane.grants import Sharing
 from controlplane.tenants import Tenants
-from controlplane.wire import audit_message, fallback_policy, grant_message, key_message, limits_of, role_name, tenant_message
+from controlplane.wire import (
+    audit_message,
+    fallback_policy,
+    grant_message,
+    key_message,
+    limits_of,
+    quotas_of,
+    role_name,
+    tenant_message,
+)
 from veneer.access import current_identity
 from veneer.controlplane.v1 import tenants_pb2, tenants_pb2_grpc
 from veneer.errors import InvalidArgumentError, NotFoundError, Violation
@@ -32,8 +41,13 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
         """See the API."""
         wanted = request.tenant
         fallback = fallback_policy(wanted.fallback, wanted.default_fallback)
-        limits = limits_of(wanted.limits)
-        tenant = await self._tenants.create(wanted.name, fallback=fallback, weight=wanted.weight or 1, limits=limits)
+        tenant = await self._tenants.create(
+            wanted.name,
+            fallback=fallback,
+            weight=wanted.weight or 1,
+            limits=limits_of(wanted.limits),
+            quotas=quotas_of(wanted.quotas),
+        )
         return tenants_pb2.CreateTenantResponse(tenant=tenant_message(tenant))
 
     async def ListTenants(self, request: tenants_pb2.ListTenantsRequest, context: _Context) -> tenants_pb2.ListTenantsResponse:
@@ -47,6 +61,13 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
         """See the API."""
         tenant = await self._tenants.set_limits(request.tenant, limits_of(request.limits))
         return tenants_pb2.SetTenantLimitsResponse(tenant=tenant_message(tenant))
+
+    async def SetTenantQuotas(
+        self, request: tenants_pb2.SetTenantQuotasRequest, context: _Context
+    ) -> tenants_pb2.SetTenantQuotasResponse:
+        """See the API."""
+        tenant = await self._tenants.set_quotas(request.tenant, quotas_of(request.quotas))
+        return tenants_pb2.SetTenantQuotasResponse(tenant=tenant_message(tenant))
 
     async def SetFallback(self, request: tenants_pb2.SetFallbackRequest, context: _Context) -> tenants_pb2.SetFallbackResponse:
         """See the API."""

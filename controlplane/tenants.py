@@ -16,7 +16,7 @@ from controlplane import models
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import OPERATOR, Database, Scope
 from controlplane.fallback import FallbackPolicy
-from controlplane.limits import TenantLimits
+from controlplane.limits import TenantLimits, TenantQuotas
 from controlplane.paging import page_limit, page_start, page_token
 from controlplane.vault import Vault, new_secret, secret_digest
 from veneer.errors import AlreadyExistsError, NotFoundError
@@ -34,6 +34,7 @@ class Tenant:
         weight: Share of capacity relative to other tenants; 1 to 1000.
         create_time: When it was created.
         limits: What it may use at most on one data plane.
+        quotas: What it may use at most in all.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Tenant:
     weight: int
     create_time: datetime
     limits: TenantLimits
+    quotas: TenantQuotas
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,9 @@ class NewKey:
 
 
 _LIMITS = tuple(field.name for field in dataclasses.fields(TenantLimits))
+_QUOTAS = tuple(field.name for field in dataclasses.fields(TenantQuotas))
 _FALLBACK = ("fallback_allowed", "previous_allowed", "default_fallback")
-_TENANT = tuple(models.tenants.c[name] for name in ("name", *_FALLBACK, "weight", "create_time", *_LIMITS))
+_TENANT = tuple(models.tenants.c[name] for name in ("name", *_FALLBACK, "weight", "create_time", *_LIMITS, *_QUOTAS))
 _KEY = tuple(models.keys.c[name] for name in ("id", "tenant", "roles", "label", "create_time", "expire_time", "revoke_time"))
 
 
@@ -77,7 +80,9 @@ class Tenants:
         self._database = database
         self._vault = vault
 
-    async def create(self, name: str, *, fallback: FallbackPolicy, weight: int, limits: TenantLimits) -> Tenant:
+    async def create(
+        self, name: str, *, fallback: FallbackPolicy, weight: int, limits: TenantLimits, quotas: TenantQuotas
+    ) -> Tenant:
         """Creates a tenant.
 
         Raises:
@@ -86,18 +91,29 @@ class Tenants:
         """
         fallback.check()
         taken = AlreadyExistsError(f"there is a tenant {name!r} already")
-        row = {"name": name, "weight": weight, **fallback.columns(), **dataclasses.asdict(limits)}
+        numbers = {**dataclasses.asdict(limits), **dataclasses.asdict(quotas)}
+        row = {"name": name, "weight": weight, **fallback.columns(), **numbers}
         async with self._database.transaction(OPERATOR, refusals={"pk_tenants": taken}) as connection:
             return _tenant((await connection.execute(insert(models.tenants).values(row).returning(*_TENANT))).one())
 
     async def set_limits(self, name: str, limits: TenantLimits) -> Tenant:
-        """Replaces what a tenant may use at most.
+        """Replaces what a tenant may use at most on one data plane.
 
         Raises:
             NotFoundError: There is no such tenant.
         """
-        columns = models.tenants.c
-        query = update(models.tenants).where(columns.name == name).values(dataclasses.asdict(limits)).returning(*_TENANT)
+        return await self._set_numbers(name, dataclasses.asdict(limits))
+
+    async def set_quotas(self, name: str, quotas: TenantQuotas) -> Tenant:
+        """Replaces what a tenant may use at most in all.
+
+        Raises:
+            NotFoundError: There is no such tenant.
+        """
+        return await self._set_numbers(name, dataclasses.asdict(quotas))
+
+    async def _set_numbers(self, name: str, numbers: dict[str, int]) -> Tenant:
+        query = update(models.tenants).where(models.tenants.c.name == name).values(numbers).returning(*_TENANT)
         async with self._database.transaction(OPERATOR) as connection:
             row = (await connection.execute(query)).one_or_none()
             if row is None:
@@ -202,7 +218,8 @@ async def _must_exist(connection: AsyncConnection, tenant: str) -> None:
 def _tenant(row: Row[Any]) -> Tenant:
     fallback = FallbackPolicy(by_base=row.fallback_allowed, by_previous=row.previous_allowed, default=row.default_fallback)
     limits = TenantLimits(**{name: getattr(row, name) for name in _LIMITS})
-    return Tenant(row.name, fallback, row.weight, row.create_time, limits)
+    quotas = TenantQuotas(**{name: getattr(row, name) for name in _QUOTAS})
+    return Tenant(row.name, fallback, row.weight, row.create_time, limits, quotas)
 
 
 def _key(row: Row[Any]) -> Key:

@@ -14,8 +14,9 @@ from controlplane.catalog import Adapter, Alias, Version
 from controlplane.changes import Change, ChangeKind
 from controlplane.fallback import FallbackPolicy
 from controlplane.grants import Grant
-from controlplane.limits import TenantLimits
+from controlplane.limits import TenantLimits, TenantQuotas
 from controlplane.nodes import Node
+from controlplane.quotas import Amounts, Demand
 from controlplane.resolve import Caller, Resolution, Servable
 from controlplane.tenants import Key, Tenant
 from veneer.artifact import BaseDescription, TargetModule
@@ -72,6 +73,7 @@ def tenant_message(tenant: Tenant) -> tenants_pb2.Tenant:
         create_time=timestamp(tenant.create_time),
         default_fallback=tenants_pb2.DefaultFallback.Value(f"DEFAULT_FALLBACK_{policy.default}"),
         limits=limits_message(tenant.limits),
+        quotas=quotas_message(tenant.quotas),
     )
 
 
@@ -87,6 +89,22 @@ def limits_of(message: tenants_pb2.TenantLimits) -> TenantLimits:
         max_arena_bytes=message.max_arena_bytes,
         max_host_bytes=message.max_host_bytes,
     )
+
+
+def quotas_message(quotas: TenantQuotas) -> tenants_pb2.TenantQuotas:
+    """A tenant's quotas as a message."""
+    return tenants_pb2.TenantQuotas(**dataclasses.asdict(quotas))
+
+
+def quotas_of(message: tenants_pb2.TenantQuotas) -> TenantQuotas:
+    """A tenant's quotas from a message."""
+    return TenantQuotas(**{field.name: getattr(message, field.name) for field in dataclasses.fields(TenantQuotas)})
+
+
+def demand_of(message: nodes_pb2.QuotaDemand) -> Demand:
+    """What a node says of a tenant from its message."""
+    held, used, wanted = (Amounts(one.requests, one.tokens, one.streams) for one in (message.held, message.used, message.wanted))
+    return Demand(tenant=message.tenant, ticket=message.ticket, held=held, used=used, wanted=wanted)
 
 
 def fallback_policy(
@@ -231,6 +249,8 @@ def caller_message(caller: Caller) -> nodes_pb2.Caller:
         expire_time=timestamp(caller.expire_time),
         max_priority=caller.max_priority,
         limits=limits_message(caller.limits),
+        quotas=quotas_message(caller.quotas),
+        ticket=caller.ticket,
     )
 
 

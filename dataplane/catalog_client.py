@@ -11,14 +11,15 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
-from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution, TenantLimits
+from dataplane.quotas import Amounts, Demand, Leased
+from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution, TenantLimits, TenantQuotas
 from dataplane.resolve_cache import Key
 from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
 from veneer.errors import (
@@ -227,6 +228,23 @@ class CatalogClient:
         )
         return Changes(changes, response.next_cursor, response.reset)
 
+    async def lease_quotas(self, demands: Sequence[Demand]) -> Leased:
+        """Asks for this node's shares of the quotas of tenants that call it.
+
+        Raises:
+            PermissionDeniedError: One of the tickets is not good.
+        """
+        request = nodes_pb2.LeaseQuotasRequest()
+        for one in demands:
+            held, used, wanted = (nodes_pb2.QuotaAmounts(**part) for part in (one.held, one.used, one.wanted))
+            request.demands.add(tenant=one.tenant, ticket=one.ticket, held=held, used=used, wanted=wanted)
+        response = await self._call(self._nodes.LeaseQuotas(request, **self._common()))
+        shares = {
+            lease.tenant: Amounts(requests=lease.share.requests, tokens=lease.share.tokens, streams=lease.share.streams)
+            for lease in response.leases
+        }
+        return Leased(shares, response.lifetime.ToMilliseconds() / 1000)
+
     async def report_corrupt(self, version: str) -> None:
         """Reports that a version's bytes did not have its digest, after a repeated read."""
         await self._report(version, nodes_pb2.VERSION_FAULT_CORRUPT)
@@ -300,6 +318,12 @@ def _answer(response: nodes_pb2.ResolveResponse) -> Answer:
             max_arena_bytes=caller.limits.max_arena_bytes,
             max_host_bytes=caller.limits.max_host_bytes,
         ),
+        quotas=TenantQuotas(
+            requests=caller.quotas.max_requests_per_minute,
+            tokens=caller.quotas.max_tokens_per_minute,
+            streams=caller.quotas.max_streams,
+        ),
+        ticket=caller.ticket,
     )
     if response.WhichOneof("outcome") != "resolution":
         return Answer(who, _REFUSALS.get(response.refusal, Refusal.NOT_FOUND))

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from dataplane.fallback import FallbackMode, FallbackReason, Substitute, mode_of
 from dataplane.frontend.detokenizer import StopStrings
 from dataplane.frontend.prompts import Budget, Prompt, Prompts
 from dataplane.metrics import Metrics
+from dataplane.quotas import Admission, Quotas
 from dataplane.resolution import Answer, Arm, Caller, Resolution, Target, TenantLimits
 from dataplane.resolve_cache import Key, ResolveCache
 from dataplane.token_stream import Piece, TokenStream
@@ -206,6 +207,7 @@ class Generator:
         engine: Runs requests.
         metrics: Counts what happens.
         base_digest: Digest of the base that is served.
+        quotas: What tenants may use at most in all.
         limits: Bounds of streams.
         tenant_limits: What a tenant may use at most of whom the catalogue says nothing else; None for no limit.
     """
@@ -219,6 +221,7 @@ class Generator:
         engine: Engine,
         metrics: Metrics,
         base_digest: str,
+        quotas: Quotas,
         limits: StreamLimits,
         tenant_limits: TenantLimits | None = None,
     ) -> None:
@@ -228,6 +231,7 @@ class Generator:
         self._engine = engine
         self._metrics = metrics
         self._base_digest = base_digest
+        self._quotas = quotas
         self._limits = limits
         self._tenant_limits = tenant_limits or TenantLimits()
         self._streams: Counter[str] = Counter()
@@ -265,8 +269,9 @@ class Generator:
             mode=mode,
             priority=min(request.priority, caller.max_priority),
         )
-        with self._place(caller, request.choice.n):
+        async with self._admitted(caller, request.choice.n) as admission:
             budget = await self._prompts.prepare(request.prompt, max_tokens=request.choice.max_tokens)
+            await admission.reserve(prompt=len(budget.ids), output=budget.max_tokens * request.choice.n)
             constraint = request.choice.constraint
             grammar = "" if constraint is None else await self._prompts.grammars.check(constraint)
             if request.deadline_s is not None:
@@ -288,6 +293,7 @@ class Generator:
             async with aclosing(self._answer(asked)) as parts:
                 async for part in parts:
                     self._metrics.saw(timers[part.choice], part.piece)
+                    admission.saw(len(part.piece.ids))
                     yield part
 
     async def _answer(self, asked: _Asked) -> AsyncGenerator[Part]:
@@ -406,6 +412,12 @@ class Generator:
             )
             for index in range(choice.n)
         ]
+
+    @asynccontextmanager
+    async def _admitted(self, caller: Caller, count: int) -> AsyncIterator[Admission]:
+        with self._place(caller, count):
+            async with self._quotas.admitted(caller, count) as admission:
+                yield admission
 
     @contextmanager
     def _place(self, caller: Caller, count: int) -> Iterator[None]:

@@ -127,6 +127,7 @@ class Metrics:
             base_name
         )
 
+        self._quota_refusals = counter("veneer_quota_refusals", "Requests refused for a tenant's quota.", ("quota",))
         self._load_seconds = Histogram(
             "veneer_adapter_load_seconds", "Time of loads by hop.", ("origin", "target"), buckets=BOUNDS_S, registry=registry
         )
@@ -284,6 +285,10 @@ class Metrics:
     def fell_back(self, reason: str, *, by: str) -> None:
         """The `base`, or the `previous` version, answered in place of what was asked for."""
         self._fallbacks.labels(reason, by).inc()
+
+    def quota_refused(self, quota: str) -> None:
+        """A request was refused for a tenant's quota."""
+        self._quota_refusals.labels(quota).inc()
 
     def not_finite(self) -> None:
         """A request's logits were not finite."""

@@ -28,6 +28,7 @@ from dataplane.metrics import Metrics
 from dataplane.options import engine_config, server_options
 from dataplane.pins import PinLimits, Pins
 from dataplane.prefetcher import Prefetcher
+from dataplane.quotas import Quotas
 from dataplane.residency_feed import ResidencyFeed
 from dataplane.residency_reports import ResidencyReporter
 from dataplane.resolution import TenantLimits
@@ -210,6 +211,7 @@ class Node:
             max_entries=settings.resolve_entries,
         )
         self.prompts = Prompts(settings.model_dir, max_context=max_context, vocab_size=vocab_size)
+        self.quotas = Quotas(self.client.lease_quotas, hard_age_s=settings.t_stale_s, on_refused=self.metrics.quota_refused)
         self.generator = Generator(
             resolver=self.resolver,
             prompts=self.prompts,
@@ -217,6 +219,7 @@ class Node:
             engine=self.supervisor,
             metrics=self.metrics,
             base_digest=base.digest,
+            quotas=self.quotas,
             limits=StreamLimits(
                 max_streams=settings.max_streams,
                 max_streams_per_tenant=settings.max_streams_per_tenant,
@@ -287,6 +290,7 @@ class Node:
         self._spawn(self.feed.run(), "change-feed")
         self._spawn(self.prefetcher.run(), "prefetcher")
         self._spawn(self.supervisor.run(), "supervisor")
+        self._spawn(self.quotas.run(), "quotas")
         self._spawn(self._rotate_key(), "node-key")
         self._hints: HintSubscriber | None = None
         if settings.redis_url is not None:

@@ -46,6 +46,24 @@ class TenantLimits:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantQuotas:
+    """What a tenant may use at most in all, over all data planes; 0 for no limit.
+
+    Attributes:
+        requests: Requests in any 60 s.
+        tokens: Tokens of prompts and answers in any 60 s.
+        streams: Streams at a time.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    streams: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.requests or self.tokens or self.streams)
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who calls.
@@ -61,6 +79,8 @@ class Caller:
         expire_unix_s: When the key ends by itself, by the control plane's clock; None for never.
         max_priority: Largest priority of its requests among those of its tenant.
         limits: What the tenant may use at most, as the catalogue says.
+        quotas: What it may use at most in all.
+        ticket: Shows the control plane that this node was told of the tenant.
     """
 
     tenant: str
@@ -73,6 +93,8 @@ class Caller:
     previous_allowed: bool = True
     default_fallback: str = "NONE"
     limits: TenantLimits = TenantLimits()
+    quotas: TenantQuotas = TenantQuotas()
+    ticket: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ _REPEATABLE: dict[str, tuple[str, ...]] = {
     "veneer.controlplane.v1.TenantService": (
         "ListTenants",
         "SetTenantLimits",
+        "SetTenantQuotas",
         "SetFallback",
         "ListKeys",
         "RevokeKey",

@@ -72,6 +72,28 @@ class OperatorClient(Connection):
         response = await self._ask(self._tenants.SetTenantLimits, request)
         return typed(tenants_pb2.Tenant, response.tenant)
 
+    async def set_tenant_quotas(
+        self,
+        name: str,
+        *,
+        max_requests_per_minute: int = 0,
+        max_tokens_per_minute: int = 0,
+        max_streams: int = 0,
+        max_adapters: int = 0,
+        max_stored_bytes: int = 0,
+    ) -> tenants_pb2.Tenant:
+        """Replaces what a tenant may use at most in all, over all data planes; 0 is no limit."""
+        quotas = tenants_pb2.TenantQuotas(
+            max_requests_per_minute=max_requests_per_minute,
+            max_tokens_per_minute=max_tokens_per_minute,
+            max_streams=max_streams,
+            max_adapters=max_adapters,
+            max_stored_bytes=max_stored_bytes,
+        )
+        request = tenants_pb2.SetTenantQuotasRequest(tenant=name, quotas=quotas)
+        response = await self._ask(self._tenants.SetTenantQuotas, request)
+        return typed(tenants_pb2.Tenant, response.tenant)
+
     async def tenants(self) -> list[tenants_pb2.Tenant]:
         """All tenants by name."""
         stub = self._tenants

@@ -51,13 +51,14 @@ def message_of(error: VeneerError) -> str:
 
 
 def trailers_of(error: VeneerError) -> tuple[tuple[str, str | bytes], ...]:
-    """Trailing metadata: `google.rpc.Status` with BadRequest and RetryInfo, and the pushback that gRPC clients obey."""
+    """Trailing metadata: `google.rpc.Status` with BadRequest or QuotaFailure, RetryInfo, and the pushback that clients obey."""
     if not error.violations and error.retry_after_s is None:
         return ()
     status = status_pb2.Status(code=code_of(error).value[0], message=message_of(error))
     trailers: list[tuple[str, str | bytes]] = []
     if error.violations:
-        status.details.add().Pack(_bad_request(error.violations))
+        detail = _quota_failure if isinstance(error, errors.ResourceExhaustedError) else _bad_request
+        status.details.add().Pack(detail(error.violations))
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(math.ceil(error.retry_after_s * 1000))
@@ -76,9 +77,15 @@ def error_of(call: grpc.aio.AioRpcError) -> VeneerError:
     violations: list[Violation] = []
     retry_after_s = None
     for any_detail in _status(call).details:
-        bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        bad_request, retry, quota = (
+            error_details_pb2.BadRequest(),
+            error_details_pb2.RetryInfo(),
+            error_details_pb2.QuotaFailure(),
+        )
         if any_detail.Unpack(bad_request):
             violations += [Violation(one.field, one.description) for one in bad_request.field_violations]
+        elif any_detail.Unpack(quota):
+            violations += [Violation(one.subject, one.description) for one in quota.violations]
         elif any_detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
     family = _FAMILIES.get(code.name)
@@ -100,6 +107,14 @@ def _bad_request(violations: Sequence[Violation]) -> error_details_pb2.BadReques
             bad_request.field_violations.add(field="", description=rest)
             break
     return bad_request
+
+
+def _quota_failure(violations: Sequence[Violation]) -> error_details_pb2.QuotaFailure:
+    """The quotas that are used up; there are few."""
+    failure = error_details_pb2.QuotaFailure()
+    for violation in violations[:3]:
+        failure.violations.add(subject=_cut(violation.field, 300), description=_cut(violation.description, 600))
+    return failure
 
 
 def _status(call: grpc.aio.AioRpcError) -> status_pb2.Status:

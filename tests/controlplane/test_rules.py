@@ -25,13 +25,14 @@ KEYS = {"CreateKey", "ListKeys", "RevokeKey", "SetFallback", "ListAudit"}
 SHARING = {"Publish", "RetireVersion", "DeleteVersion", "FreezeAlias", "CreateGrant", "RevokeGrant"}
 MOVING = {"SetAlias", "Rollback", "Promote"}
 READING = {"ListBases", "GetAdapter", "ListAdapters", "ListVersions", "ListGrants"}
-RUNNING = {"RotateNodeKey", "Resolve", "Introspect", "GrantBlobs", "ReadBlob", "ListChanges", "ReportVersion"}
+RUNNING = {"RotateNodeKey", "Resolve", "Introspect", "GrantBlobs", "ReadBlob", "ListChanges", "ReportVersion", "LeaseQuotas"}
 OPERATING = {
     "RegisterBase",
     "ListBases",
     "CreateTenant",
     "ListTenants",
     "SetTenantLimits",
+    "SetTenantQuotas",
     "CreateEnrollmentToken",
     "ListNodes",
     "RevokeNode",

@@ -251,3 +251,17 @@ async def test_an_owner_without_the_rights_of_a_superuser_is_enough(plain_owner:
 
     with psycopg.connect(plain_owner.replace("+psycopg", "")) as connection:
         assert connection.execute("SELECT count(*) FROM versions").fetchone() == (0,)  # the wall is forced on the owner too
+
+
+def test_tenants_come_through_the_revision_of_quotas_and_back(fresh_database: TestDatabase) -> None:
+    quotas = "SELECT max_requests_per_minute, max_stored_bytes FROM quotas_of('acme')"
+    take_down(fresh_database.owner_url, "0005")
+    with fresh_database.connect() as connection:
+        connection.execute("INSERT INTO tenants (name, fallback_allowed, weight) VALUES ('acme', true, 7)")
+        migrate(Settings(owner_url=fresh_database.owner_url), revision="0006")
+        assert connection.execute(quotas).fetchall() == [(0, 0)]
+        connection.execute("UPDATE tenants SET max_stored_bytes = 5")
+        take_down(fresh_database.owner_url, "0005")
+        migrate(Settings(owner_url=fresh_database.owner_url))
+        assert connection.execute(quotas).fetchall() == [(0, 0)]
+        assert connection.execute("SELECT weight FROM tenants").fetchall() == [(7,)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from dataplane.claims import Claim
 from dataplane.frontend.prompts import Prompts, TokenPrompt
 from dataplane.generation import GenerationRequest, Generator, Part, StreamLimits
 from dataplane.metrics import Metrics
+from dataplane.quotas import Demand, Leased, Quotas
 from dataplane.resolution import Answer, Target
 from dataplane.resolve_cache import Key, ResolveCache
 from tests.dataplane.doubles import BASE, VERSION, ScriptedEngine, answer, delta, resolution
@@ -69,6 +71,7 @@ class Stage:
         self.prompts = Prompts(model_dir, max_context=64, vocab_size=500)
         self.limits = StreamLimits(max_streams=3, max_streams_per_tenant=2, fallback_after_s=30)
         self.registry = CollectorRegistry()
+        self.quotas = Quotas(lease_nothing)
         self.metrics = Metrics(self.registry, base_name="tiny")
         self.generator = self.build()
 
@@ -83,6 +86,7 @@ class Stage:
             engine=self.engine,
             metrics=self.metrics,
             base_digest=BASE,
+            quotas=self.quotas,
             limits=self.limits,
         )
 
@@ -102,6 +106,11 @@ class Stage:
 
     def holds_nothing(self) -> bool:
         return self.loader.held == 0 and self.generator.num_streams == 0 and len(asyncio.all_tasks()) == 1
+
+
+async def lease_nothing(demands: Sequence[Demand]) -> Leased:
+    """A control plane that is never asked, since no tenant has quotas."""
+    raise AssertionError(demands)
 
 
 def hang_in_engine(stage: Stage) -> None:

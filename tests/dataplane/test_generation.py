@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -13,8 +13,9 @@ from dataplane.binding import Served
 from dataplane.choices import Choice
 from dataplane.fallback import FallbackMode, FallbackReason
 from dataplane.frontend.prompts import TextPrompt, TokenPrompt
-from dataplane.resolution import Refusal, Target
-from tests.dataplane.doubles import BASE, OTHER, VERSION, answer, delta, resolution, until
+from dataplane.quotas import Amounts, Demand, Leased, Quotas
+from dataplane.resolution import Refusal, Target, TenantQuotas
+from tests.dataplane.doubles import BASE, OTHER, VERSION, answer, caller, delta, resolution, until
 from tests.dataplane.stage import REQUEST, Stage, hang_after_first_token, hang_in_engine, hang_in_load
 from veneer.errors import (
     FailedPreconditionError,
@@ -98,6 +99,35 @@ async def test_an_arm_that_is_not_ready_is_never_replaced(stage: Stage, mode: Fa
     with pytest.raises(FailedPreconditionError):
         await stage.run(replace(REQUEST, fallback=mode))
     assert stage.engine.submits == []
+
+
+async def test_a_quota_refuses_before_any_work_and_gives_back_what_was_not_used(stage: Stage) -> None:
+    quotas, told = TenantQuotas(tokens=60, streams=1), list[Demand]()
+
+    async def lease(demands: Sequence[Demand]) -> Leased:
+        told.extend(demands)
+        return Leased({"acme": Amounts(requests=0, tokens=60, streams=1)}, 6.0)
+
+    stage.quotas = Quotas(lease)
+    stage.generator = stage.build()
+    keeper = asyncio.create_task(stage.quotas.run())
+    stage.says = replace(answer(resolution(1)), caller=caller(quotas=quotas, ticket=b"t"))
+    with pytest.raises(ResourceExhaustedError, match="max_streams: 2 streams are asked for, the quota allows 1"):
+        await stage.run(replace(REQUEST, choice=Choice(n=2, max_tokens=4)))
+    with pytest.raises(ResourceExhaustedError, match="max_tokens_per_minute: 62 tokens are asked for"):
+        await stage.run(replace(REQUEST, choice=Choice(max_tokens=60)))
+    assert stage.engine.submits == []
+
+    for _ in range(10):  # each uses two tokens of the prompt and three of its forty
+        await stage.run(replace(REQUEST, choice=Choice(max_tokens=8)))
+    with pytest.raises(ResourceExhaustedError, match="60 tokens in all") as refusal:
+        await stage.run(replace(REQUEST, choice=Choice(max_tokens=20)))
+    assert refusal.value.retry_after_s is not None
+    assert len(stage.engine.submits) == 10
+    assert (told[0].ticket, told[0].held["tokens"]) == (b"t", 0)
+    keeper.cancel()
+    await asyncio.gather(keeper, return_exceptions=True)
+    assert stage.holds_nothing()
 
 
 async def test_an_unknown_adapter_is_answered_by_the_base_under_any(stage: Stage) -> None:

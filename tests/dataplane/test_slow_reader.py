@@ -22,12 +22,14 @@ from dataplane.generation import Generator, StreamLimits
 from dataplane.model.config import parse_config
 from dataplane.model.decoder import weight_shapes
 from dataplane.node import RULES
+from dataplane.quotas import Quotas
 from dataplane.resolution import Answer
 from dataplane.resolve_cache import Key, ResolveCache
 from dataplane.servicer import GenerationServicer
 from tests.dataplane.doubles import BASE, answer, make_metrics, resolution
 from tests.dataplane.engine.conftest import FIELDS
 from tests.dataplane.frontend.conftest import train_byte_level
+from tests.dataplane.stage import lease_nothing
 from veneer.access import Authenticator, Identity
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from veneer.server import PlaneServer, ServerOptions, Service
@@ -98,6 +100,7 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
         )  # fmt: skip
         prompts = Prompts(model_dir, max_context=engine.ready.max_context, vocab_size=engine.ready.vocab_size)
         generator = Generator(
+            quotas=Quotas(lease_nothing),
             resolver=ResolveCache(base_for_everyone, soft_age_s=60), prompts=prompts, loader=None, engine=engine,
             metrics=make_metrics(), base_digest=BASE, limits=StreamLimits(**limits),
         )  # type: ignore[arg-type]  # fmt: skip

@@ -107,6 +107,7 @@ TABLE = {
             *(PD, PD, PD, PD, OK),
         ),
         "SetTenantLimits": Row(lambda s: tenants_pb2.SetTenantLimitsRequest(tenant="strict"), PD, PD, PD, PD, OK),
+        "SetTenantQuotas": Row(lambda s: tenants_pb2.SetTenantQuotasRequest(tenant="strict"), PD, PD, PD, PD, OK),
         "SetFallback": Row(lambda s: tenants_pb2.SetFallbackRequest(tenant="acme"), OK, PD, NF, PD, OK),
         "ListTenants": Row(lambda s: tenants_pb2.ListTenantsRequest(), PD, PD, PD, PD, OK),
         "CreateKey": Row(
@@ -166,6 +167,9 @@ TABLE = {
         "ListChanges": Row(lambda s: nodes_pb2.ListChangesRequest(), PD, PD, PD, OK, PD),
         "ReportVersion": Row(
             lambda s: nodes_pb2.ReportVersionRequest(version=s.spare, fault=nodes_pb2.VERSION_FAULT_CORRUPT), PD, PD, PD, OK, PD
+        ),
+        "LeaseQuotas": Row(  # let in, and without a ticket for the tenant
+            lambda s: nodes_pb2.LeaseQuotasRequest(demands=[nodes_pb2.QuotaDemand(tenant="acme")]), PD, PD, PD, PD, PD
         ),
     },
     "veneer.dataplane.v1.GenerationService": {

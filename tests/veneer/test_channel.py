@@ -32,6 +32,7 @@ NEVER_REPEATED = {
     "NodeService/ReadBlob",
     "NodeService/ListChanges",
     "NodeService/ReportVersion",
+    "NodeService/LeaseQuotas",
     "AdminService/Drain",
     "AdminService/WatchResidency",  # who comes back says where it was
 }

@@ -73,6 +73,36 @@ def limit_tenant(
     print_json(tenant) if json else say(f"{tenant.name}: {_limits(tenant.limits)}; data planes follow within 5 s")
 
 
+@tenants.command("quota")
+def set_quotas(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="The tenant.")],
+    *,
+    requests_per_minute: Annotated[int, typer.Option(help="Requests in any 60 s.", min=0, max=10**12)] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(help="Tokens of prompts and answers in any 60 s.", min=0, max=10**12)] = 0,
+    streams: Annotated[int, typer.Option(help="Streams at a time.", min=0, max=10**12)] = 0,
+    adapters: Annotated[int, typer.Option(help="Adapters that are not deleted.", min=0, max=10**12)] = 0,
+    stored_bytes: Annotated[int, typer.Option(help="Bytes of the files of its versions.", min=0, max=1 << 50)] = 0,
+    json: Json = False,
+) -> None:
+    """Set what a tenant may use at most in all, over all data planes; what is not given has no limit."""
+    target: Target = context.obj
+
+    async def run() -> tenants_pb2.Tenant:
+        async with target.operator() as operator:
+            return await operator.set_tenant_quotas(
+                name,
+                max_requests_per_minute=requests_per_minute,
+                max_tokens_per_minute=tokens_per_minute,
+                max_streams=streams,
+                max_adapters=adapters,
+                max_stored_bytes=stored_bytes,
+            )
+
+    tenant = asyncio.run(run())
+    print_json(tenant) if json else say(f"{tenant.name}: {_quotas(tenant.quotas)}; data planes follow within 5 s")
+
+
 @tenants.command("list")
 def list_tenants(context: typer.Context, *, json: Json = False) -> None:
     """List the tenants."""
@@ -86,8 +116,11 @@ def list_tenants(context: typer.Context, *, json: Json = False) -> None:
     if json:
         print_json(found)
         return
-    rows = [(one.name, max(one.weight, 1), _limits(one.limits), _fallback_text(one), when(one.create_time)) for one in found]
-    print_table("tenants", ("name", "weight", "limits", "fallback", "created"), rows)
+    rows = []
+    for one in found:
+        numbers = (max(one.weight, 1), _limits(one.limits), _quotas(one.quotas))
+        rows.append((one.name, *numbers, _fallback_text(one), when(one.create_time)))
+    print_table("tenants", ("name", "weight", "limits", "quotas", "fallback", "created"), rows)
 
 
 @tenants.command("fallback")
@@ -251,6 +284,18 @@ def _limits(limits: tenants_pb2.TenantLimits) -> str:
         (limits.max_host_bytes, "B in host memory"),
     )
     return ", ".join(f"{number:,} {unit}" for number, unit in given if number) or "none of its own"
+
+
+def _quotas(quotas: tenants_pb2.TenantQuotas) -> str:
+    """What a tenant may use at most in all, in words."""
+    given = (
+        (quotas.max_requests_per_minute, "requests/min"),
+        (quotas.max_tokens_per_minute, "tokens/min"),
+        (quotas.max_streams, "streams"),
+        (quotas.max_adapters, "adapters"),
+        (quotas.max_stored_bytes, "B of files"),
+    )
+    return ", ".join(f"{number:,} {unit}" for number, unit in given if number) or "no quotas"
 
 
 def _role_names(key: tenants_pb2.Key) -> list[str]:

@@ -107,6 +107,9 @@ def test_another_tenant_uses_a_granted_adapter_and_no_other(veneer: Run, make_fo
     [listed] = json.loads(ok(veneer("key", "list", "--tenant", "guest", "--json")))
     assert listed["roles"] == ["ROLE_CALLER"]
     ok(veneer("key", "revoke", listed["id"], "--tenant", "guest"))
+    assert "guest: 90 requests/min, 2 streams" in ok(
+        veneer("tenant", "quota", "guest", "--requests-per-minute", 90, "--streams", 2)
+    )
     assert "guest: 32 rank rows" in ok(veneer("tenant", "limit", "guest", "--rank-rows", 32))
     assert "32 rank rows" in ok(veneer("tenant", "list"))
 

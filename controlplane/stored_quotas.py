@@ -1,0 +1,50 @@
+"""Quotas of what a tenant keeps in the catalogue: adapters, and bytes of files."""
+
+from __future__ import annotations
+
+from sqlalchemy import func, select, text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from controlplane import models
+from veneer.errors import ResourceExhaustedError, Violation
+
+_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended('stored/' || :tenant, 0))")
+
+
+async def check_stored(connection: AsyncConnection, tenant: str, adapter: str, *, num_bytes: int, final: bool) -> None:
+    """Checks that a tenant may keep a version of an adapter.
+
+    Args:
+        connection: A transaction of the tenant's own.
+        tenant: Whose version it is.
+        adapter: The adapter, which may not exist yet.
+        num_bytes: Bytes of the version's files; 1 where they are not known yet.
+        final: Whether this transaction publishes it: then others of the tenant wait until it ends, where there are quotas.
+
+    Raises:
+        ResourceExhaustedError: It may not.
+    """
+    tenants, adapters, versions = models.tenants.c, models.adapters.c, models.versions.c
+    query = select(tenants.max_adapters, tenants.max_stored_bytes).where(tenants.name == tenant)
+    quotas = (await connection.execute(query)).one_or_none()
+    if quotas is None or not (quotas.max_adapters or quotas.max_stored_bytes):
+        return
+    if final:
+        await connection.execute(_LOCK, {"tenant": tenant})
+    if quotas.max_adapters:
+        others = select(func.count()).where(adapters.tenant == tenant, adapters.name != adapter, adapters.delete_time.is_(None))
+        num_adapters = (await connection.execute(others)).scalar_one()
+        if num_adapters + 1 > quotas.max_adapters:
+            used = f"the tenant has {num_adapters} adapters"
+            raise _refusal("max_adapters", f"{used}, at most {quotas.max_adapters}; delete one, or have the quota raised")
+    if quotas.max_stored_bytes:
+        size = func.coalesce(func.sum(versions.config_bytes + versions.weights_bytes), 0)
+        stored = int((await connection.execute(select(size).where(versions.tenant == tenant))).scalar_one())
+        if stored + num_bytes > quotas.max_stored_bytes:
+            more = f" and this one {num_bytes} more" if final else ""
+            used = f"the tenant's versions take {stored} bytes{more}"
+            raise _refusal("max_stored_bytes", f"{used}, at most {quotas.max_stored_bytes}; delete versions, or have it raised")
+
+
+def _refusal(name: str, text: str) -> ResourceExhaustedError:
+    return ResourceExhaustedError(f"quota {name}: {text}", violations=[Violation(f"quotas.{name}", text)])
