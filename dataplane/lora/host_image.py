@@ -18,7 +18,8 @@ class HostImage:
 
     Reading an image through for its checksum takes several times as long as copying it, so it is done once. Whoever writes into
     the file afterwards changes what is mapped: before each use the file's status is compared with that before the check, and a
-    file that is another one now is checked again. One that is gone cannot be written to any more.
+    file that is another one now is checked again. One that is gone cannot be written to any more. A file whose time is that of
+    its check cannot be told from one that was written to just after it, and is checked again too; `write_image` makes none.
 
     Args:
         path: The file.
@@ -64,7 +65,7 @@ class HostImage:
         image = open_image(self._path, version=self._version, dtype=self._dtype)
         self._check(image)
         _ = image.grid  # each load asks for it
-        is_old = time.time_ns() - max(stamp[:2]) > _RACY_NS
+        is_old = time.time_ns() - stamp[0] > _RACY_NS
         self._stamp = stamp if is_old else None
         return image
 

@@ -18,6 +18,7 @@ import os
 import struct
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -38,6 +39,8 @@ MAGIC = b"VNRIMG03"
 _PREFIX = struct.Struct("<8sI32s")
 _PAGE = 4096
 _MAX_HEADER_BYTES = 64 * 1024 * 1024
+BACKDATED_NS = 1_000_000_000
+"""By how much an image file's time is earlier than it was written; longer than a file system's clock ticks."""
 
 
 class ImageError(InvalidArgumentError):
@@ -290,6 +293,9 @@ def write_image(path: Path, image: Image) -> int:
 
     Two writers of one path cannot mix their bytes, and a reader sees the old file, the new one or none. It is not synced, since a
     request waits: what a machine that lost its power leaves is noticed by its checksum, and fetched again.
+
+    The file says that it was written a little earlier than it was: so whatever writes into it later changes that time, however
+    soon it comes, and who has checked the file can tell.
     """
     header = json.dumps(
         {
@@ -311,6 +317,9 @@ def write_image(path: Path, image: Image) -> int:
         with os.fdopen(descriptor, "wb") as file:
             file.write(prefix)
             file.write(image.payload.data)
+            file.flush()
+            written_ns = time.time_ns() - BACKDATED_NS
+            os.utime(file.fileno(), ns=(written_ns, written_ns))
         Path(temporary).rename(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

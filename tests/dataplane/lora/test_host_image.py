@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +22,8 @@ def image_file(folder: Path, value: float = 1.0) -> Path:
 
 
 @pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> list[Image]:
-    """What was checked; a file is old at once."""
-    monkeypatch.setattr(host_image, "_RACY_NS", -1)
+def checks() -> list[Image]:
+    """What was checked."""
     return []
 
 
@@ -34,6 +35,35 @@ def test_a_file_is_checked_once_however_often_it_is_loaded(tmp_path: Path, check
     held = opened(image_file(tmp_path), checks)
     assert held.image() is held.image()
     assert len(checks) == 1
+
+
+def test_a_file_that_was_just_written_is_read_through_once(
+    tmp_path: Path, checks: list[Image], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests: list[str] = []
+    file_digest = hashlib.file_digest
+
+    def counted(file: Any, name: str) -> Any:
+        digests.append(name)
+        return file_digest(file, name)
+
+    path = image_file(tmp_path)
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    held = opened(path, checks)
+    for _ in range(3):
+        held.image()
+    assert digests == ["sha256"]
+
+
+def test_a_write_just_after_the_check_is_noticed_however_coarse_the_clock(tmp_path: Path, checks: list[Image]) -> None:
+    for _ in range(20):
+        path = image_file(tmp_path)
+        held = opened(path, checks)
+        with path.open("r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(b"changed!")
+        with pytest.raises(CorruptImageError):
+            held.image()
 
 
 def test_a_file_that_was_written_to_is_checked_again_and_refused(tmp_path: Path, checks: list[Image]) -> None:
