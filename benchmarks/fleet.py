@@ -22,7 +22,7 @@ from benchmarks.workload import SEED, AdapterKey
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Event, Moved, Sampling, State, Submit, Tokens
-from dataplane.lora.image import MAGIC, write_image
+from dataplane.lora.image_file import MAGIC, write_image
 from veneer.artifact import describe_base
 
 PROMPT_TOKENS = 32

@@ -23,7 +23,8 @@ from dataplane.engine.graphs import DecodeGraphs
 from dataplane.engine.messages import Sampling, Stage, Submit
 from dataplane.engine.plan import Decodes, Picks, Plan
 from dataplane.engine.runner import Runner, model_features
-from dataplane.lora.image import Image, ImagePair, build_image, write_image
+from dataplane.lora.image import Image, ImagePair, build_image
+from dataplane.lora.image_file import write_image
 from dataplane.model.architecture import Architecture
 from dataplane.model.config import parse_config
 from dataplane.model.decoder import Decoder

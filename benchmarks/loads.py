@@ -23,7 +23,7 @@ from dataplane.engine.adapters import DeviceAdapters
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Moved
 from dataplane.lora.arena import Arena
-from dataplane.lora.image import open_image
+from dataplane.lora.image_file import open_image
 from dataplane.model.config import read_config
 
 RESIDENT = 16

@@ -19,7 +19,8 @@ from pathlib import Path
 from dataplane.folding import image_pairs
 from dataplane.lora.coding import ITEM_BYTES
 from dataplane.lora.host_cache import HostCache
-from dataplane.lora.image import ALIGN_BYTES, Image, ImageError, LossyAdapterError, build_image, check_loss, write_image
+from dataplane.lora.image import ALIGN_BYTES, Image, ImageError, LossyAdapterError, build_image, check_loss
+from dataplane.lora.image_file import write_image
 from dataplane.transfer import (
     CorruptVersionError,
     Files,

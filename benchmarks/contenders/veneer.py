@@ -17,7 +17,8 @@ from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Moved, Sampling, Submit
 from dataplane.folding import image_pairs
-from dataplane.lora.image import Image, build_image, write_image
+from dataplane.lora.image import Image, build_image
+from dataplane.lora.image_file import write_image
 from veneer.artifact import BaseWeights, check, describe_base
 
 

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dataplane.lora.image import Image, open_image
+from dataplane.lora.image import Image
+from dataplane.lora.image_file import open_image
 
 _Stamp = tuple[int, int, int, int]
 _RACY_NS = 100_000_000

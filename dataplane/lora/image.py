@@ -1,28 +1,17 @@
 """An adapter's image: the immutable bytes of one version as the arena holds them.
 
-File: `VNRIMG03`, uint32 length of the header, SHA-256 of the header, the header (JSON), zeros up to a multiple of 4096, the
-payload. Payload: one block for each (layer, slice) that the adapter has, in that order, each on a multiple of 128 bytes: in fp8
-the factors of its rank rows, float32 [rank]; A as [rank, K], then, again on a multiple of 128, B transposed to [rank, N], then,
+Payload: one block for each (layer, slice) that the adapter has, in that order, each on a multiple of 128 bytes: in fp8 the
+factors of its rank rows, float32 [rank]; A as [rank, K], then, again on a multiple of 128, B transposed to [rank, N], then,
 likewise, gain and shift in float32, [N] each, where there are any. Only rank rows that exist take room; a block with a gain or
-shift may have none. An image lies in host memory as a mapped file and is copied to the device as it is, or read in place; it is
-never written again, and scales stay beside the rows, so that loading it twice gives the same bits.
+shift may have none. An image lies in host memory as a mapped file (`dataplane.lora.image_file`) and is copied to the device as it
+is, or read in place; it is never written again, and scales stay beside the rows, so that loading it twice gives the same bits.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import mmap
-import os
-import struct
-import sys
-import tempfile
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from operator import attrgetter
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,13 +23,6 @@ from kernels.rows import ABSENT
 from veneer.errors import DataLossError, InvalidArgumentError, Violation
 
 ALIGN_BYTES = 128
-MAGIC = b"VNRIMG03"
-"""What an image file of this format begins with."""
-_PREFIX = struct.Struct("<8sI32s")
-_PAGE = 4096
-_MAX_HEADER_BYTES = 64 * 1024 * 1024
-BACKDATED_NS = 1_000_000_000
-"""By how much an image file's time is earlier than it was written; longer than a file system's clock ticks."""
 
 
 class ImageError(InvalidArgumentError):
@@ -103,9 +85,6 @@ class Block:
     def offset(self) -> int:
         """Where its first part lies."""
         return self.a_offset if self.factor_offset == ABSENT else self.factor_offset
-
-
-_block_fields = attrgetter(*(one.name for one in fields(Block)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +193,21 @@ class Image:
         return tuple(block.size_bytes for block in self.blocks)
 
 
+def lay_out(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Says where the parts of blocks lie, one after the other from the start of the payload on.
+
+    Args:
+        sizes: [blocks, parts], bytes; ABSENT for what a block does not have.
+
+    Returns:
+        [blocks, parts + 1], offsets, ABSENT likewise; then the bytes of the block.
+    """
+    is_there = sizes != ABSENT
+    taken = np.where(is_there, -(-sizes // ALIGN_BYTES) * ALIGN_BYTES, 0)
+    starts = np.cumsum(taken).reshape(taken.shape) - taken
+    return np.column_stack([np.where(is_there, starts, ABSENT), taken.sum(axis=1)])
+
+
 def build_image(
     pairs: Iterable[ImagePair],
     *,
@@ -234,7 +228,7 @@ def build_image(
         num_slices: Slices of the model.
 
     Returns:
-        The image, in memory; see `write_image`.
+        The image, in memory; see `dataplane.lora.image_file.write_image`.
 
     Raises:
         ImageError: A value is not finite after the cast, or a pair is wrong, doubled or outside the model; lists every fault.
@@ -259,19 +253,18 @@ def build_image(
         violations.append(Violation("adapter", "has no pair"))
     if violations:
         raise ImageError.of(violations)
-    blocks: list[Block] = []
     chunks: list[bytes] = []
-    start = 0
-    for _, (pair, coded) in sorted(rows.items(), key=lambda item: item[0]):
+    sizes: list[list[int]] = []
+    in_order = [row for _, row in sorted(rows.items(), key=lambda item: item[0])]
+    for pair, coded in in_order:
         vectors = [None if vector is None else vector.tobytes() for vector in (pair.gain, pair.shift)]
         parts = [coded.factors, coded.a, coded.b, *vectors]
-        chunks += [part.ljust(_aligned(len(part)), b"\0") for part in parts if part is not None]
-        places = _places(start, [None if part is None else len(part) for part in parts])
-        rank, in_features = pair.a.shape
-        scale = float(np.float32(pair.scaling))
-        block = Block(pair.layer, pair.slice, rank, scale, coded.loss, in_features, pair.b.shape[0], *places)
-        blocks.append(block)
-        start += block.size_bytes
+        chunks += [part.ljust(-(-len(part) // ALIGN_BYTES) * ALIGN_BYTES, b"\0") for part in parts if part is not None]
+        sizes.append([ABSENT if part is None else len(part) for part in parts])
+    blocks = [
+        Block(pair.layer, pair.slice, pair.a.shape[0], float(np.float32(pair.scaling)), coded.loss, *_shape(pair), *places)
+        for (pair, coded), places in zip(in_order, lay_out(np.array(sizes)).tolist(), strict=True)
+    ]
     payload = np.frombuffer(b"".join(chunks), dtype=np.uint8)
     return Image(version, base_digest, dtype, num_layers, num_slices, tuple(blocks), payload)
 
@@ -286,126 +279,6 @@ def check_loss(image: Image, *, most: float) -> None:
         where = f"layer {image.loss.layer}, slice {image.loss.slice}"
         fault = f"loses {image.loss.error:.3g} of its norm in fp8, max_adapter_loss is {most:g}"
         raise LossyAdapterError.of([Violation(where, fault)])
-
-
-def write_image(path: Path, image: Image) -> int:
-    """Writes an image file atomically: whole under a name of its own, then renamed. Returns its size in bytes.
-
-    Two writers of one path cannot mix their bytes, and a reader sees the old file, the new one or none. It is not synced, since a
-    request waits: what a machine that lost its power leaves is noticed by its checksum, and fetched again.
-
-    The file says that it was written a little earlier than it was: so whatever writes into it later changes that time, however
-    soon it comes, and who has checked the file can tell.
-    """
-    header = json.dumps(
-        {
-            "version": image.version,
-            "base_digest": image.base_digest,
-            "dtype": image.dtype,
-            "num_layers": image.num_layers,
-            "num_slices": image.num_slices,
-            "payload_bytes": image.num_bytes,
-            "payload_sha256": hashlib.sha256(image.payload.data).hexdigest(),
-            "blocks": [_block_fields(block) for block in image.blocks],
-        },
-        separators=(",", ":"),
-    ).encode()
-    prefix = _PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()) + header
-    prefix = prefix.ljust(-(-len(prefix) // _PAGE) * _PAGE, b"\0")
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(prefix)
-            file.write(image.payload.data)
-            file.flush()
-            written_ns = time.time_ns() - BACKDATED_NS
-            os.utime(file.fileno(), ns=(written_ns, written_ns))
-        Path(temporary).rename(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return len(prefix) + image.num_bytes
-
-
-def open_image(path: Path, *, version: str | None = None, base_digest: str | None = None, dtype: str | None = None) -> Image:
-    """Maps an image file and checks all of it: header, layout, checksum, and what the caller expects.
-
-    All is read before it is mapped. A page of a mapping that has to come from the disk first stops who touches it, with Python's
-    lock in hand and so with every other thread, and ends the process when the disk cannot read it.
-
-    Args:
-        path: The file.
-        version: Digest that the image must carry; None for any.
-        base_digest: Base that it must carry; None for any.
-        dtype: Dtype that it must carry; None for any.
-
-    Returns:
-        The image; its payload is mapped read-only and stays valid when the file is unlinked.
-
-    Raises:
-        CorruptImageError: The file is cut, changed, or another one than expected.
-        OSError: The file cannot be read.
-    """
-    with path.open("rb") as file:
-        if sys.platform == "linux":
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-        prefix = file.read(_PREFIX.size)
-        if len(prefix) < _PREFIX.size:
-            raise CorruptImageError(f"image of {len(prefix)} bytes is shorter than its prefix")
-        magic, length, digest = _PREFIX.unpack(prefix)
-        if magic != MAGIC:
-            raise CorruptImageError("not an image file of this format")
-        header = file.read(min(length, _MAX_HEADER_BYTES))
-        if len(header) != length or hashlib.sha256(header).digest() != digest:
-            raise CorruptImageError("the image's header is cut or changed")
-        start = -(-(_PREFIX.size + length) // _PAGE) * _PAGE
-        file.seek(start)
-        payload_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    image = _read_header(header, np.frombuffer(mapped, dtype=np.uint8)[start:], payload_sha256=payload_sha256)
-    for name, expected in (("version", version), ("base_digest", base_digest), ("dtype", dtype)):
-        if expected is not None and getattr(image, name) != expected:
-            raise CorruptImageError(f"the image's {name} is {getattr(image, name)!r}, expected {expected!r}")
-    return image
-
-
-def _read_header(header: bytes, payload: npt.NDArray[np.uint8], *, payload_sha256: str) -> Image:
-    try:
-        fields: dict[str, Any] = json.loads(header)
-        blocks = tuple(Block(*block) for block in fields["blocks"])
-        image = Image(
-            version=fields["version"],
-            base_digest=fields["base_digest"],
-            dtype=fields["dtype"],
-            num_layers=fields["num_layers"],
-            num_slices=fields["num_slices"],
-            blocks=blocks,
-            payload=payload,
-        )
-        payload_bytes, expected_sha256 = fields["payload_bytes"], fields["payload_sha256"]
-        item = ITEM_BYTES[image.dtype]
-        end, before = 0, (-1, -1)
-        for block in blocks:
-            vector, has_vector = 4 * block.out_features, (block.gain_offset != ABSENT, block.shift_offset != ABSENT)
-            factors = 4 * block.rank if image.dtype == "fp8" else None
-            sizes = [factors, block.rank * block.in_features * item, block.rank * block.out_features * item]
-            places = _places(end, [*sizes, *(vector if there else None for there in has_vector)])
-            in_order = before < (block.layer, block.slice)
-            inside = _is_inside(block.layer, block.slice, image.num_layers, image.num_slices)
-            positive = min(block.rank + any(has_vector), block.in_features, block.out_features) > 0 <= block.rank
-            vectors = (block.gain_offset, block.shift_offset)
-            placed = places == (block.factor_offset, block.a_offset, block.b_offset, *vectors, block.size_bytes)
-            finite = math.isfinite(block.scale) and math.isfinite(block.loss)
-            if not (in_order and inside and positive and finite and placed):
-                raise CorruptImageError(f"the image's block of layer {block.layer}, slice {block.slice} is misplaced")
-            end, before = end + block.size_bytes, (block.layer, block.slice)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CorruptImageError("the image's header has no valid fields") from error
-    if not end == payload_bytes == payload.size:
-        raise CorruptImageError(f"the image's payload has {payload.size} bytes, its blocks {end}")
-    if payload_sha256 != expected_sha256:
-        raise CorruptImageError("the image's payload is changed")
-    return image
 
 
 def _faults(pair: ImagePair, num_layers: int, num_slices: int) -> list[Violation]:
@@ -430,17 +303,8 @@ def _is_inside(layer: int, index: int, num_layers: int, num_slices: int) -> bool
     return 0 <= layer <= num_layers and 0 <= index < (num_slices if layer < num_layers else 2)
 
 
-def _places(start: int, sizes: Sequence[int | None]) -> tuple[int, ...]:
-    """Returns where parts of these bytes lie, one after the other from `start` on, ABSENT for None; then the bytes of all."""
-    places, end = [], start
-    for size in sizes:
-        places.append(ABSENT if size is None else end)
-        end += _aligned(size or 0)
-    return (*places, end - start)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+def _shape(pair: ImagePair) -> tuple[int, int]:
+    return pair.a.shape[1], pair.b.shape[0]
 
 
 def _name(pair: ImagePair) -> str:

@@ -15,7 +15,8 @@ from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Sampling, Submit
 from dataplane.engine.runner import Runner, model_features
-from dataplane.lora.image import ImagePair, build_image, write_image
+from dataplane.lora.image import ImagePair, build_image
+from dataplane.lora.image_file import write_image
 from dataplane.metrics import Metrics
 from dataplane.model.config import read_config
 from dataplane.supervision import EngineSupervisor

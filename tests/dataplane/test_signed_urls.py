@@ -14,7 +14,7 @@ from moto.server import ThreadedMotoServer
 
 from controlplane.blobs import Blobs
 from dataplane.lora.host_cache import HostCache
-from dataplane.lora.image import open_image
+from dataplane.lora.image_file import open_image
 from dataplane.signed_urls import read_signed
 from dataplane.store import AdapterStore, StoreLimits
 from tests.dataplane.doubles import FolderSource

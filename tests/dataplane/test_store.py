@@ -13,7 +13,8 @@ import pytest
 from dataplane import store as store_module
 from dataplane.catalog_client import Blob
 from dataplane.lora.host_cache import HostCache, HostCacheFullError
-from dataplane.lora.image import Image, open_image
+from dataplane.lora.image import Image
+from dataplane.lora.image_file import open_image
 from dataplane.store import AdapterStore, StoreLimits
 from dataplane.transfer import CorruptVersionError, UnloadableVersionError
 from tests.dataplane.doubles import FolderSource, until

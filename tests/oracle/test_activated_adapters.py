@@ -18,7 +18,7 @@ from dataplane.engine.messages import Sampling, Submit
 from dataplane.engine.seating import Seating
 from dataplane.engine.sequence import Sequence
 from dataplane.invocation import find_start
-from dataplane.lora.image import write_image
+from dataplane.lora.image_file import write_image
 from tests.fixtures.oracle import PAGE_SIZE, MixedBatches, Oracle, Row, Setting, compare, image_of, save_peft_adapter
 from tests.oracle.conftest import ALL_MODULES
 from veneer.artifact import describe_base

@@ -26,7 +26,7 @@ from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Delta, Sampling, State, Submit
 from dataplane.engine.seating import Seating
 from dataplane.engine.sequence import Sequence
-from dataplane.lora.image import write_image
+from dataplane.lora.image_file import write_image
 from dataplane.model.config import read_config
 from tests.fixtures.covering import pairwise
 from tests.fixtures.families import LONGEST, MODELS, VOCAB, make_setting

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.runner import model_features
-from dataplane.lora.image import ImagePair, build_image, write_image
+from dataplane.lora.image import ImagePair, build_image
+from dataplane.lora.image_file import write_image
 from dataplane.model.architecture import Architecture
 from dataplane.model.config import parse_config
 from dataplane.model.decoder import weight_shapes

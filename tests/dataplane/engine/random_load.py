@@ -21,7 +21,8 @@ from dataplane.engine.messages import Delta, Event, Failed, Moved, NotFinite, Pa
 from dataplane.engine.runner import model_features
 from dataplane.frontend.detokenizer import Detokenizer, StopStrings
 from dataplane.frontend.tokenizer import Tokenizer
-from dataplane.lora.image import ImagePair, build_image, write_image
+from dataplane.lora.image import ImagePair, build_image
+from dataplane.lora.image_file import write_image
 from dataplane.model.architecture import Architecture
 from dataplane.token_stream import TokenStream
 from tests.dataplane.engine.conftest import EOS, SPOKEN_VOCAB

@@ -15,7 +15,8 @@ from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Fail, Moved, Wanted
 from dataplane.lora.arena import Arena
 from dataplane.lora.host_image import HostImage
-from dataplane.lora.image import ImagePair, build_image, write_image
+from dataplane.lora.image import ImagePair, build_image
+from dataplane.lora.image_file import write_image
 
 FEATURES = ((64, 64), (64, 32))
 

@@ -17,7 +17,8 @@ import torch
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Sampling, Submit
-from dataplane.lora.image import ImagePair, build_image, write_image
+from dataplane.lora.image import ImagePair, build_image
+from dataplane.lora.image_file import write_image
 from dataplane.model.config import read_config
 from tests.fixtures.oracle import MixedBatches, Row
 

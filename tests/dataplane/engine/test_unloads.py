@@ -11,7 +11,7 @@ import pytest
 from dataplane.engine.client import EngineClient
 from dataplane.engine.messages import Unloaded
 from dataplane.engine.unloads import Unloads
-from dataplane.lora.image import open_image
+from dataplane.lora.image_file import open_image
 from tests.dataplane.engine.driving import FakeAdapters, Loop, add, assert_idle, expected, make, submit
 from tests.dataplane.engine.serving import collect, idle, request
 from tests.dataplane.engine.test_loads import Gate

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dataplane.lora.eviction import Recency
 from dataplane.lora.host_cache import HostCache, HostCacheFullError, Payer, TenantHostLimitError
-from dataplane.lora.image import open_image
+from dataplane.lora.image_file import open_image
 from veneer.errors import InvalidArgumentError
 
 
@@ -174,7 +174,8 @@ def test_a_writer_that_is_killed_leaves_a_whole_image_or_none(tmp_path, moment, 
     code = f"""
 import os, pathlib, signal, sys
 import numpy as np
-from dataplane.lora.image import ImagePair, build_image, write_image
+from dataplane.lora.image import ImagePair, build_image
+from dataplane.lora.image_file import write_image
 
 rename = pathlib.Path.rename
 def killed(self, target):

@@ -10,7 +10,8 @@ import pytest
 
 from dataplane.lora import host_image
 from dataplane.lora.host_image import HostImage
-from dataplane.lora.image import CorruptImageError, Image, ImagePair, build_image, write_image
+from dataplane.lora.image import CorruptImageError, Image, ImagePair, build_image
+from dataplane.lora.image_file import write_image
 
 
 def image_file(folder: Path, value: float = 1.0) -> Path:

@@ -14,7 +14,8 @@ from dataplane.engine.config import EngineConfig
 from dataplane.engine.engine import Engine
 from dataplane.engine.messages import Failed, Sampling, Stage, Submit, Tokens
 from dataplane.engine.runner import model_features
-from dataplane.lora.image import ImagePair, build_image, write_image
+from dataplane.lora.image import ImagePair, build_image
+from dataplane.lora.image_file import write_image
 from dataplane.model.config import parse_config
 from dataplane.model.decoder import weight_shapes
 

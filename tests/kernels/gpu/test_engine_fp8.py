@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dataplane.engine.device_forms
-from dataplane.lora.image import open_image
+from dataplane.lora.image_file import open_image
 from dataplane.model.config import parse_config
 from kernels.fp8 import from_fp8, to_fp8
 from kernels.gpu.paths import Path, Paths
