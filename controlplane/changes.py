@@ -3,6 +3,9 @@
 A row carries the number of its transaction. A reader stops below `pg_snapshot_xmin`, the oldest transaction still running, so a
 row that commits late is never behind a cursor. The feed is therefore as late as the longest writing transaction of the database
 cluster.
+
+A cursor is the place of a change, never of the horizon: a crash of the server forgets the numbers of transactions that had
+committed nothing, and gives them again. What was committed outlives it, and only numbers after that are given from then on.
 """
 
 from __future__ import annotations
@@ -62,10 +65,15 @@ class ChangePage:
 
 
 _HORIZON = text("""
-    SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint AS xmin,
-           pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS xmax,
-           xid::text::bigint AS floor_xid, id AS floor_id
+    SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS xmax, xid::text::bigint AS floor_xid, id AS floor_id
     FROM change_floor
+""")
+_END = text("""
+    SELECT coalesce(l.xid, f.xid)::text::bigint AS xid, coalesce(l.id, f.id) AS id
+    FROM change_floor f LEFT JOIN LATERAL (
+        SELECT xid, id FROM changes WHERE xid < pg_snapshot_xmin(pg_current_snapshot())
+        ORDER BY changes.xid DESC, changes.id DESC LIMIT 1
+    ) l ON true
 """)
 _PAGE = text("""
     SELECT xid::text::bigint AS xid, id, kind, tenant, adapter, version, generation FROM changes
@@ -106,13 +114,11 @@ class ChangeFeed:
         start = _parse(cursor)
         with translated():
             async with self._engine.begin() as connection:
-                # One snapshot for both statements would need REPEATABLE READ; the horizon read first can only be the older one.
                 horizon = (await connection.execute(_HORIZON)).one()
-                now = _cursor(horizon.xmin, 0)
-                if start is None:
-                    return ChangePage((), now)
-                if start < (horizon.floor_xid, horizon.floor_id) or start[0] > horizon.xmax:
-                    return ChangePage((), now, reset=True)
+                is_lost = start is not None and (start < (horizon.floor_xid, horizon.floor_id) or start[0] > horizon.xmax)
+                if start is None or is_lost:
+                    end = (await connection.execute(_END)).one()
+                    return ChangePage((), _cursor(end.xid, end.id), reset=is_lost)
                 parameters = {"xid": str(start[0]), "id": start[1], "limit": max_changes}
                 rows = (await connection.execute(_PAGE, parameters)).all()
         changes = tuple(
@@ -121,10 +127,8 @@ class ChangeFeed:
             )
             for row in rows
         )
-        if len(rows) == max_changes:
-            return ChangePage(changes, _cursor(rows[-1].xid, rows[-1].id))
         last = (rows[-1].xid, rows[-1].id) if rows else start
-        return ChangePage(changes, _cursor(*max(last, (horizon.xmin, 0))))
+        return ChangePage(changes, _cursor(*last))
 
 
 def _cursor(xid: int, number: int) -> str:

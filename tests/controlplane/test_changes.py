@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import grpc
+import psycopg
 import pytest
 
 from controlplane import changes, models
 from controlplane.changes import Change, ChangeFeed, ChangeKind
-from controlplane.db import Scope
+from controlplane.db import Database, Scope
 from controlplane.outbox import Relay
-from tests.fixtures.controlplane import World, refused
+from controlplane.schema import migrate
+from tests.fixtures.controlplane import World, refused, settings_for
 from tests.fixtures.services import TestDatabase
 from veneer.controlplane.v1 import nodes_pb2
+from veneer.local.postgres import Postgres
 
 
 async def write(world: World, *names: str, tenant: str = "acme") -> None:
@@ -70,6 +76,31 @@ async def test_a_transaction_that_rolls_back_holds_nothing_back_for_good(world: 
             await write(world, "done")
             raise ZeroDivisionError
     assert (await names_after(feed, cursor))[0] == ["done"]
+
+
+async def test_a_crash_of_the_server_that_gives_numbers_again_skips_nothing(pepper_file: Path, tmp_path: Path) -> None:
+    # What is not flushed by a commit stays in memory until the crash.
+    lazy = {"wal_writer_delay": "10s", "wal_level": "minimal", "max_wal_senders": "0"}
+    with Postgres(tmp_path / "postgres", durable=False, settings=lazy) as server:
+        settings = settings_for(TestDatabase(server.url(user="nobody"), server.url()), pepper_file, tmp_path)
+        await asyncio.to_thread(migrate, settings)
+        database = Database(settings)
+        feed = ChangeFeed(database)
+        with psycopg.connect(server.url(scheme="postgresql")) as connection:
+            for _ in range(5):
+                connection.execute("SELECT pg_current_xact_id()")
+                connection.rollback()
+        _, cursor = await names_after(feed, "")
+        _, cursor = await names_after(feed, cursor)
+        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(server.start)
+        written = [f"adapter-{number}" for number in range(8)]
+        for name in written:
+            async with database.transaction(Scope.of_tenant("acme")) as transaction:
+                await changes.record(transaction, Change(kind=ChangeKind.VERSION, tenant="acme", adapter=name))
+        names, _ = await names_after(feed, cursor)
+        await database.close()
+    assert names == written
 
 
 @pytest.mark.parametrize("cursor", ["x", "1", "1-", "-1", "1-x", "1-2-3", "٣-1", "9" * 30 + "-1"])
