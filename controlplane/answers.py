@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from pydantic import TypeAdapter
 from sqlalchemy import insert, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -17,6 +18,8 @@ from controlplane import models
 from controlplane.catalog import Alias, Arm, Version
 from veneer.artifact import Report
 from veneer.errors import AbortedError, InvalidArgumentError, VeneerError, Violation
+
+_T = TypeVar("_T")
 
 RACED: Final[Mapping[str, VeneerError]] = {
     "pk_requests": AbortedError("the same request_id is in use by another call right now; try again", retry_after_s=0.5)
@@ -49,6 +52,12 @@ class Request:
         """A write with what it says, in values that JSON can spell."""
         digest = hashlib.sha256(json.dumps([method, *content]).encode()).digest()
         return cls(tenant, request_id, method, digest)
+
+    @classmethod
+    def of_operator(cls, tenant: str, request_id: str, method: str, *content: object) -> Request:
+        """A write to a tenant's row that only operators may do. It is kept apart: no tenant's request_id is as long."""
+        kept = f"operator/{hashlib.sha512(request_id.encode()).hexdigest()}" if request_id else ""
+        return cls.of(tenant, kept, method, *content)
 
 
 async def answered(connection: AsyncConnection, request: Request) -> dict[str, Any] | None:
@@ -92,6 +101,26 @@ async def keep(connection: AsyncConnection, request: Request, answer: Mapping[st
         "answer": answer,
     }
     await connection.execute(insert(models.requests).values(row))
+
+
+async def once(connection: AsyncConnection, request: Request, kind: TypeAdapter[_T], do: Callable[[], Awaitable[_T]]) -> _T:
+    """Does what a request asks for, unless it was done before; returns the answer that it gets, or got.
+
+    Args:
+        connection: In the transaction of the write; see `RACED` for its refusals.
+        request: The write.
+        kind: How its answer is kept.
+        do: Does it.
+
+    Raises:
+        InvalidArgumentError: The request_id was used for a write that says something else.
+    """
+    known = await answered(connection, request)
+    if known is not None:
+        return kind.validate_python(known)
+    answer = await do()
+    await keep(connection, request, kind.dump_python(answer, mode="json"))
+    return answer
 
 
 def alias_to_json(alias: Alias) -> dict[str, Any]:

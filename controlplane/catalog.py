@@ -15,7 +15,7 @@ from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
 from controlplane.paging import page_limit, page_start, page_token
 from veneer.artifact import Report
-from veneer.errors import FailedPreconditionError, NotFoundError
+from veneer.errors import NotFoundError
 
 READY = "READY"
 RETIRED = "RETIRED"
@@ -145,23 +145,6 @@ class Catalog:
                 raise NotFoundError(NO_ADAPTER)
         versions = [version_of(row) for row in rows[:limit]]
         return versions, page_token(f"versions/{adapter}", [versions[-1].number]) if len(rows) > limit else ""
-
-    async def retire(self, owner: str, adapter: str, digest: str, *, dry_run: bool = False) -> Version:
-        """Ends a version for new requests; a second time changes nothing.
-
-        Raises:
-            NotFoundError: The owner has no such adapter or version.
-            FailedPreconditionError: An alias points at it.
-        """
-        async with self._database.transaction(Scope.of_tenant(owner), dry_run=dry_run) as connection:
-            await lock_adapter(connection, owner, adapter)
-            version = await find_version(connection, owner, adapter, digest)
-            if version.state == RETIRED:
-                return version
-            held_by = [alias.name for alias in await pointing_at(connection, version)]
-            if held_by:
-                raise FailedPreconditionError(f"version {digest} is served by the alias {', '.join(held_by)}; move it first")
-            return await change_state(connection, version, RETIRED)
 
 
 async def lock_adapter(connection: AsyncConnection, owner: str, adapter: str) -> int:

@@ -145,7 +145,9 @@ class CatalogServicer(catalog_pb2_grpc.CatalogServiceServicer):
     ) -> catalog_pb2.RetireVersionResponse:
         """See the API."""
         owner = current_identity().tenant
-        version = await self._catalog.retire(owner, request.adapter, request.version, dry_run=request.dry_run)
+        version = await self._deletion.retire(
+            owner, request.adapter, request.version, request_id=request.request_id, dry_run=request.dry_run
+        )
         return catalog_pb2.RetireVersionResponse(version=version_message(version))
 
     async def DeleteVersion(

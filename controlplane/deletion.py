@@ -1,4 +1,4 @@
-"""Deleting versions and adapters: the rows at once, the files after a grace time, by the collector."""
+"""Ending versions: retiring them, and deleting them and adapters: rows at once, files after a grace time, by the collector."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from controlplane.answers import (
     version_to_json,
 )
 from controlplane.blobs import upload_folder
-from controlplane.catalog import Alias, Version, aliases_of, find_version, lock_adapter, pointing_at
+from controlplane.catalog import RETIRED, Alias, Version, aliases_of, change_state, find_version, lock_adapter, pointing_at
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
 from veneer.errors import FailedPreconditionError
@@ -44,7 +44,7 @@ class Deleted:
 
 
 class Deletion:
-    """Use cases that delete. Stateless; any task may call it.
+    """Use cases that retire and delete. Stateless; any task may call it.
 
     A deleted version leaves nothing but a row of `uploads`, by which the collector removes its files, and the gap in the
     numbers of its adapter. The generations of aliases that it had a share of are forgotten with it. Its content may be published
@@ -54,6 +54,28 @@ class Deletion:
     def __init__(self, database: Database, *, grace_s: float) -> None:
         self._database = database
         self._grace_s = grace_s
+
+    async def retire(self, owner: str, adapter: str, digest: str, *, request_id: str = "", dry_run: bool = False) -> Version:
+        """Ends a version for new requests; a second time changes nothing.
+
+        Raises:
+            NotFoundError: The owner has no such adapter or version.
+            FailedPreconditionError: An alias points at it.
+        """
+        request = Request.of(owner, request_id, "RetireVersion", adapter, digest)
+        async with self._database.transaction(Scope.of_tenant(owner), refusals=RACED, dry_run=dry_run) as connection:
+            known = await answered(connection, request)
+            if known is not None:
+                return version_from_json(known)
+            await lock_adapter(connection, owner, adapter)
+            version = await find_version(connection, owner, adapter, digest)
+            if version.state != RETIRED:
+                held_by = [alias.name for alias in await pointing_at(connection, version)]
+                if held_by:
+                    raise FailedPreconditionError(f"version {digest} is served by the alias {', '.join(held_by)}; move it first")
+                version = await change_state(connection, version, RETIRED)
+            await keep(connection, request, version_to_json(version))
+        return version
 
     async def version(
         self, owner: str, adapter: str, digest: str, *, force: bool = False, request_id: str = "", dry_run: bool = False

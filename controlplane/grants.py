@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from pydantic import TypeAdapter
 from sqlalchemy import Row, delete, select, tuple_
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
+from controlplane.answers import RACED, Request, once
 from controlplane.catalog import NO_ADAPTER
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
@@ -38,13 +41,16 @@ class Grants:
     next_token: str
 
 
+_KEPT_GRANT, _KEPT_NOTHING = TypeAdapter(Grant), TypeAdapter(dict[str, str])
+
+
 class Sharing:
     """Use cases of grants. Stateless; any task may call it."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def create(self, owner: str, adapter: str, *, grantee: str) -> Grant:
+    async def create(self, owner: str, adapter: str, *, grantee: str, request_id: str = "") -> Grant:
         """Gives a grant; a second time changes nothing. Whether there is such a grantee is not the owner's to know.
 
         Raises:
@@ -53,22 +59,11 @@ class Sharing:
         """
         refusals = {
             "ck_grants_grantee": InvalidArgumentError.of([Violation("grantee", "is the owner, who needs no grant")]),
+            **RACED,
         }
-        columns = models.grants.c
-        row = {"tenant": owner, "adapter": adapter, "grantee": grantee}
-        a = models.adapters.c
-        is_live = select(a.name).where(a.tenant == owner, a.name == adapter, a.delete_time.is_(None))
-        query = insert(models.grants).values(row).on_conflict_do_nothing().returning(*columns)
-        mine = (columns.tenant == owner, columns.adapter == adapter, columns.grantee == grantee)
+        request = Request.of(owner, request_id, "CreateGrant", adapter, grantee)
         async with self._database.transaction(Scope.of_tenant(owner), refusals=refusals) as connection:
-            if (await connection.execute(is_live.with_for_update(read=True))).one_or_none() is None:
-                raise NotFoundError(NO_ADAPTER)
-            stored = (await connection.execute(query)).one_or_none()
-            if stored is not None:
-                await record(connection, Change(kind=ChangeKind.GRANT, tenant=owner, adapter=adapter))
-            else:
-                stored = (await connection.execute(select(*columns).where(*mine))).one()
-        return _grant(stored)
+            return await once(connection, request, _KEPT_GRANT, lambda: _create(connection, owner, adapter, grantee))
 
     async def page(self, tenant: str, *, page_size: int, token: str) -> Grants:
         """A page of the grants that the tenant has given, by adapter and grantee, and then has received, by owner and adapter."""
@@ -95,18 +90,39 @@ class Sharing:
         sides = [tuple(grant for side, grant in shown if side == wanted) for wanted in (_GIVEN, _RECEIVED)]
         return Grants(sides[0], sides[1], next_token)
 
-    async def revoke(self, owner: str, adapter: str, *, grantee: str) -> None:
+    async def revoke(self, owner: str, adapter: str, *, grantee: str, request_id: str = "") -> None:
         """Withdraws a grant.
 
         Raises:
             NotFoundError: There is no such grant.
         """
-        columns = models.grants.c
-        query = delete(models.grants).where(columns.tenant == owner, columns.adapter == adapter, columns.grantee == grantee)
-        async with self._database.transaction(Scope.of_tenant(owner)) as connection:
-            if (await connection.execute(query)).rowcount == 0:
-                raise NotFoundError("there is no such grant")
-            await record(connection, Change(kind=ChangeKind.GRANT, tenant=owner, adapter=adapter))
+        request = Request.of(owner, request_id, "RevokeGrant", adapter, grantee)
+        async with self._database.transaction(Scope.of_tenant(owner), refusals=RACED) as connection:
+            await once(connection, request, _KEPT_NOTHING, lambda: _revoke(connection, owner, adapter, grantee))
+
+
+async def _create(connection: AsyncConnection, owner: str, adapter: str, grantee: str) -> Grant:
+    columns, a = models.grants.c, models.adapters.c
+    row = {"tenant": owner, "adapter": adapter, "grantee": grantee}
+    is_live = select(a.name).where(a.tenant == owner, a.name == adapter, a.delete_time.is_(None))
+    if (await connection.execute(is_live.with_for_update(read=True))).one_or_none() is None:
+        raise NotFoundError(NO_ADAPTER)
+    query = insert(models.grants).values(row).on_conflict_do_nothing().returning(*columns)
+    stored = (await connection.execute(query)).one_or_none()
+    if stored is not None:
+        await record(connection, Change(kind=ChangeKind.GRANT, tenant=owner, adapter=adapter))
+        return _grant(stored)
+    mine = (columns.tenant == owner, columns.adapter == adapter, columns.grantee == grantee)
+    return _grant((await connection.execute(select(*columns).where(*mine))).one())
+
+
+async def _revoke(connection: AsyncConnection, owner: str, adapter: str, grantee: str) -> dict[str, str]:
+    columns = models.grants.c
+    query = delete(models.grants).where(columns.tenant == owner, columns.adapter == adapter, columns.grantee == grantee)
+    if (await connection.execute(query)).rowcount == 0:
+        raise NotFoundError("there is no such grant")
+    await record(connection, Change(kind=ChangeKind.GRANT, tenant=owner, adapter=adapter))
+    return {}
 
 
 def _grant(row: Row[Any]) -> Grant:

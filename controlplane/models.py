@@ -120,9 +120,10 @@ keys = Table(
     _created(),
     Column("expire_time", _TIME),
     Column("revoke_time", _TIME),
+    Column("successor", Uuid),
     PrimaryKeyConstraint("tenant", "id"),
     UniqueConstraint("hash"),
-    CheckConstraint("roles <@ ARRAY['owner', 'publisher', 'caller'] AND cardinality(roles) > 0", name="roles"),
+    CheckConstraint("roles <@ ARRAY['owner', 'publisher', 'caller', 'auditor'] AND cardinality(roles) > 0", name="roles"),
     Index("ix_keys_tenant_create_time_id", "tenant", "create_time", "id"),
     implicit_returning=False,  # the application may not read it back
 )
@@ -389,4 +390,5 @@ audit = Table(
     _created(),
     PrimaryKeyConstraint("tenant", "id"),
     CheckConstraint("action IN ('INSERT', 'UPDATE', 'DELETE')", name="action"),
+    Index("ix_audit_create_time", "create_time", postgresql_using="brin"),
 )

@@ -51,6 +51,8 @@ _TRIM = text("""
 _TRIM_OUTBOX = text("DELETE FROM outbox WHERE create_time < now() - make_interval(secs => :age)")
 _TRIM_REQUESTS = text("DELETE FROM requests WHERE create_time < now() - make_interval(secs => :age)")
 
+_TRIM_AUDIT = text("SELECT audit_trim(make_interval(days => :days))")
+
 
 class Relay:
     """Moves events from the outbox to Redis until it is stopped. Owned by the process; runs as one task.
@@ -63,6 +65,7 @@ class Relay:
         self._engine = database.relay
         self._interval_s = settings.relay_interval_s
         self._retention_s = settings.change_retention_s
+        self._audit_days = settings.audit_retention_days
         url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
         self._redis = None if url is None else connect(url)
         self._relayed = Counter("veneer_controlplane_hints_relayed", "Hints handed to Redis.", registry=registry)
@@ -106,12 +109,20 @@ class Relay:
         return len(rows)
 
     async def trim(self) -> None:
-        """Removes changes and stored answers past their retention, and hints that Redis was away for as long."""
+        """Removes changes, stored answers and entries of the audit log past their retention, and hints of no use any more."""
         with translated():
             async with self._engine.begin() as connection:
                 await connection.execute(_TRIM, {"age": self._retention_s})
                 await connection.execute(_TRIM_OUTBOX, {"age": self._retention_s})
                 await connection.execute(_TRIM_REQUESTS, {"age": self._retention_s})
+            if self._audit_days:
+                await self._trim_audit()
+
+    async def _trim_audit(self) -> None:
+        trimmed = 1
+        while trimmed:
+            async with self._engine.begin() as connection:
+                trimmed = (await connection.execute(_TRIM_AUDIT, {"days": self._audit_days})).scalar_one()
 
     async def measure(self) -> None:
         """Shows how many events wait, and for how long; above all while Redis is away."""

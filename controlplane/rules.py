@@ -8,6 +8,7 @@ _OPERATOR = Rule.of("operator")
 _NODE = Rule.of("node")
 _TENANT = Rule.of("tenant")
 _KEYS = Rule.of("tenant", "operator", roles=["owner"])
+_AUDIT = Rule.of("tenant", "operator", roles=["owner", "auditor"])
 _PUBLISH = Rule.of("tenant", roles=["owner", "publisher"])
 
 
@@ -26,12 +27,13 @@ RULES: Rules = {
             "SetTenantQuotas": _OPERATOR,
             "SetFallback": _KEYS,
             "CreateKey": _KEYS,
-            "ListKeys": _KEYS,
+            "RotateKey": _KEYS,
+            "ListKeys": _AUDIT,
             "RevokeKey": _KEYS,
             "CreateGrant": _PUBLISH,
             "ListGrants": _TENANT,
             "RevokeGrant": _PUBLISH,
-            "ListAudit": _KEYS,
+            "ListAudit": _AUDIT,
         },
     ),
     **_service(

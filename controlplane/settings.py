@@ -15,6 +15,7 @@ AUTH_ROLE = "veneer_auth"
 RELAY_ROLE = "veneer_relay"
 
 _GIB = 1 << 30
+_MIN_AUDIT_DAYS = 30  # the database itself lets nothing younger go
 
 
 class Settings(BaseSettings):
@@ -65,6 +66,7 @@ class Settings(BaseSettings):
         relay_interval_s: Pause between looks into the outbox.
         placement_interval_s: Pause between revisions of the plan where adapters should be warm; it needs `redis_url`.
         change_retention_s: How long changes and stored answers are kept; at least a day.
+        audit_retention_days: How long entries of the audit log are kept; 0: for ever, else at least 30 days.
         collect_interval_s: Pause between looks for files that no version owns.
         upload_grace_s: After so long the files of an upload that was not published are removed; no publish may take longer from
             its first file in the store to its end than half of it.
@@ -117,6 +119,7 @@ class Settings(BaseSettings):
     relay_interval_s: Annotated[float, Field(gt=0, le=60)] = 0.2
     placement_interval_s: Annotated[float, Field(gt=0, le=30)] = 5.0
     change_retention_s: Annotated[float, Field(ge=86400)] = 2 * 86400.0
+    audit_retention_days: Annotated[int, Field(ge=0, le=36500)] = 0
     collect_interval_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
     upload_grace_s: Annotated[float, Field(gt=0, le=7 * 86400)] = 7200.0
     delete_grace_s: Annotated[float, Field(ge=0, le=365 * 86400)] = 3600.0
@@ -137,6 +140,8 @@ class Settings(BaseSettings):
             raise ValueError("tls_certificate and tls_key are set together or not at all")
         if self.pepper is not None and self.pepper_file is not None:
             raise ValueError("set pepper or pepper_file, not both")
+        if 0 < self.audit_retention_days < _MIN_AUDIT_DAYS:
+            raise ValueError(f"audit_retention_days is 0, for ever, or at least {_MIN_AUDIT_DAYS}")
         return self
 
     def role_url(self, role: str) -> URL:

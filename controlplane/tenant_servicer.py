@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import Any
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 
 from controlplane.audit import Audit
 from controlplane.grants import Sharing
@@ -27,6 +26,7 @@ from veneer.errors import InvalidArgumentError, NotFoundError, Violation
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _MAX_LIFETIME = timedelta(days=3650)
+_OVERLAP = timedelta(days=1)
 
 
 class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
@@ -47,6 +47,7 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
             weight=wanted.weight or 1,
             limits=limits_of(wanted.limits),
             quotas=quotas_of(wanted.quotas),
+            request_id=request.request_id,
         )
         return tenants_pb2.CreateTenantResponse(tenant=tenant_message(tenant))
 
@@ -59,29 +60,39 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
         self, request: tenants_pb2.SetTenantLimitsRequest, context: _Context
     ) -> tenants_pb2.SetTenantLimitsResponse:
         """See the API."""
-        tenant = await self._tenants.set_limits(request.tenant, limits_of(request.limits))
+        tenant = await self._tenants.set_limits(request.tenant, limits_of(request.limits), request_id=request.request_id)
         return tenants_pb2.SetTenantLimitsResponse(tenant=tenant_message(tenant))
 
     async def SetTenantQuotas(
         self, request: tenants_pb2.SetTenantQuotasRequest, context: _Context
     ) -> tenants_pb2.SetTenantQuotasResponse:
         """See the API."""
-        tenant = await self._tenants.set_quotas(request.tenant, quotas_of(request.quotas))
+        tenant = await self._tenants.set_quotas(request.tenant, quotas_of(request.quotas), request_id=request.request_id)
         return tenants_pb2.SetTenantQuotasResponse(tenant=tenant_message(tenant))
 
     async def SetFallback(self, request: tenants_pb2.SetFallbackRequest, context: _Context) -> tenants_pb2.SetFallbackResponse:
         """See the API."""
         fallback = fallback_policy(request.fallback, request.default_fallback)
-        tenant = await self._tenants.set_fallback(_tenant_of(request.tenant), fallback)
+        tenant = await self._tenants.set_fallback(_tenant_of(request.tenant), fallback, request_id=request.request_id)
         return tenants_pb2.SetFallbackResponse(tenant=tenant_message(tenant))
 
     async def CreateKey(self, request: tenants_pb2.CreateKeyRequest, context: _Context) -> tenants_pb2.CreateKeyResponse:
         """See the API."""
         tenant = _tenant_of(request.tenant)
         roles = [role_name(role) for role in request.roles]
-        lifetime = _lifetime(request.lifetime) if request.HasField("lifetime") else None
-        made = await self._tenants.create_key(tenant, roles, label=request.label, lifetime=lifetime)
+        made = await self._tenants.create_key(
+            tenant, roles, label=request.label, lifetime=_lifetime(request), request_id=request.request_id
+        )
         return tenants_pb2.CreateKeyResponse(key=key_message(made.key), secret=made.secret)
+
+    async def RotateKey(self, request: tenants_pb2.RotateKeyRequest, context: _Context) -> tenants_pb2.RotateKeyResponse:
+        """See the API."""
+        overlap = request.overlap.ToTimedelta() if request.HasField("overlap") else _OVERLAP
+        made = await self._tenants.rotate_key(
+            _tenant_of(request.tenant), request.id, overlap=overlap, lifetime=_lifetime(request), request_id=request.request_id
+        )
+        assert made.previous is not None
+        return tenants_pb2.RotateKeyResponse(key=key_message(made.key), secret=made.secret, previous=key_message(made.previous))
 
     async def ListKeys(self, request: tenants_pb2.ListKeysRequest, context: _Context) -> tenants_pb2.ListKeysResponse:
         """See the API."""
@@ -91,12 +102,14 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
 
     async def RevokeKey(self, request: tenants_pb2.RevokeKeyRequest, context: _Context) -> tenants_pb2.RevokeKeyResponse:
         """See the API."""
-        key = await self._tenants.revoke_key(_tenant_of(request.tenant), request.id)
+        key = await self._tenants.revoke_key(_tenant_of(request.tenant), request.id, request_id=request.request_id)
         return tenants_pb2.RevokeKeyResponse(key=key_message(key))
 
     async def CreateGrant(self, request: tenants_pb2.CreateGrantRequest, context: _Context) -> tenants_pb2.CreateGrantResponse:
         """See the API."""
-        grant = await self._sharing.create(current_identity().tenant, request.adapter, grantee=request.grantee)
+        grant = await self._sharing.create(
+            current_identity().tenant, request.adapter, grantee=request.grantee, request_id=request.request_id
+        )
         return tenants_pb2.CreateGrantResponse(grant=grant_message(grant))
 
     async def ListGrants(self, request: tenants_pb2.ListGrantsRequest, context: _Context) -> tenants_pb2.ListGrantsResponse:
@@ -110,7 +123,9 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
 
     async def RevokeGrant(self, request: tenants_pb2.RevokeGrantRequest, context: _Context) -> tenants_pb2.RevokeGrantResponse:
         """See the API."""
-        await self._sharing.revoke(current_identity().tenant, request.adapter, grantee=request.grantee)
+        await self._sharing.revoke(
+            current_identity().tenant, request.adapter, grantee=request.grantee, request_id=request.request_id
+        )
         return tenants_pb2.RevokeGrantResponse()
 
     async def ListAudit(self, request: tenants_pb2.ListAuditRequest, context: _Context) -> tenants_pb2.ListAuditResponse:
@@ -133,7 +148,10 @@ def _tenant_of(named: str) -> str:
     return named
 
 
-def _lifetime(duration: Duration) -> timedelta:
+def _lifetime(request: tenants_pb2.CreateKeyRequest | tenants_pb2.RotateKeyRequest) -> timedelta | None:
+    if not request.HasField("lifetime"):
+        return None
+    duration = request.lifetime
     # Seconds are compared first: a Duration may hold more than a timedelta can.
     if duration.seconds > _MAX_LIFETIME.total_seconds():
         raise InvalidArgumentError.of([Violation("lifetime", f"must be at most {_MAX_LIFETIME.days} days")])

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Row, func, insert, select, tuple_, update
+from pydantic import TypeAdapter
+from sqlalchemy import Row, func, insert, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
+from controlplane.answers import RACED, Request, once
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import OPERATOR, Database, Scope
 from controlplane.fallback import FallbackPolicy
 from controlplane.limits import TenantLimits, TenantQuotas
 from controlplane.paging import page_limit, page_start, page_token
-from controlplane.vault import Vault, new_secret, secret_digest
-from veneer.errors import AlreadyExistsError, NotFoundError
+from controlplane.vault import Vault, secret_digest
+from veneer.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
 
 _NO_TENANT = "there is no such tenant"
+_NO_KEY = "there is no such key"
+_NONCE_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +61,35 @@ class Key:
     create_time: datetime
     expire_time: datetime | None
     revoke_time: datetime | None
+    successor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class NewKey:
-    """A key with its secret, which is shown once."""
+    """A key with its secret, which is kept nowhere, and the key whose place it takes, if any."""
 
     key: Key
     secret: str
+    previous: Key | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A new key as its answer is kept: what its secret is derived from is in it, and the secret is not."""
+
+    key: Key
+    nonce: str
+    previous: Key | None = None
 
 
 _LIMITS = tuple(field.name for field in dataclasses.fields(TenantLimits))
 _QUOTAS = tuple(field.name for field in dataclasses.fields(TenantQuotas))
 _FALLBACK = ("fallback_allowed", "previous_allowed", "default_fallback")
 _TENANT = tuple(models.tenants.c[name] for name in ("name", *_FALLBACK, "weight", "create_time", *_LIMITS, *_QUOTAS))
-_KEY = tuple(models.keys.c[name] for name in ("id", "tenant", "roles", "label", "create_time", "expire_time", "revoke_time"))
+_KEY = tuple(
+    models.keys.c[name] for name in ("id", "tenant", "roles", "label", "create_time", "expire_time", "revoke_time", "successor")
+)
+_KEPT_TENANT, _KEPT_KEY, _KEPT_MADE = TypeAdapter(Tenant), TypeAdapter(Key), TypeAdapter(_Made)
 
 
 class Tenants:
@@ -81,7 +100,14 @@ class Tenants:
         self._vault = vault
 
     async def create(
-        self, name: str, *, fallback: FallbackPolicy, weight: int, limits: TenantLimits, quotas: TenantQuotas
+        self,
+        name: str,
+        *,
+        fallback: FallbackPolicy,
+        weight: int,
+        limits: TenantLimits,
+        quotas: TenantQuotas,
+        request_id: str = "",
     ) -> Tenant:
         """Creates a tenant.
 
@@ -93,33 +119,34 @@ class Tenants:
         taken = AlreadyExistsError(f"there is a tenant {name!r} already")
         numbers = {**dataclasses.asdict(limits), **dataclasses.asdict(quotas)}
         row = {"name": name, "weight": weight, **fallback.columns(), **numbers}
-        async with self._database.transaction(OPERATOR, refusals={"pk_tenants": taken}) as connection:
-            return _tenant((await connection.execute(insert(models.tenants).values(row).returning(*_TENANT))).one())
+        request = Request.of_operator(name, request_id, "CreateTenant", row)
+        async with self._database.transaction(OPERATOR, refusals={"pk_tenants": taken, **RACED}) as connection:
 
-    async def set_limits(self, name: str, limits: TenantLimits) -> Tenant:
+            async def create() -> Tenant:
+                return _tenant((await connection.execute(insert(models.tenants).values(row).returning(*_TENANT))).one())
+
+            return await once(connection, request, _KEPT_TENANT, create)
+
+    async def set_limits(self, name: str, limits: TenantLimits, *, request_id: str = "") -> Tenant:
         """Replaces what a tenant may use at most on one data plane.
 
         Raises:
             NotFoundError: There is no such tenant.
         """
-        return await self._set_numbers(name, dataclasses.asdict(limits))
+        return await self._set_numbers("SetTenantLimits", name, dataclasses.asdict(limits), request_id)
 
-    async def set_quotas(self, name: str, quotas: TenantQuotas) -> Tenant:
+    async def set_quotas(self, name: str, quotas: TenantQuotas, *, request_id: str = "") -> Tenant:
         """Replaces what a tenant may use at most in all.
 
         Raises:
             NotFoundError: There is no such tenant.
         """
-        return await self._set_numbers(name, dataclasses.asdict(quotas))
+        return await self._set_numbers("SetTenantQuotas", name, dataclasses.asdict(quotas), request_id)
 
-    async def _set_numbers(self, name: str, numbers: dict[str, int]) -> Tenant:
-        query = update(models.tenants).where(models.tenants.c.name == name).values(numbers).returning(*_TENANT)
-        async with self._database.transaction(OPERATOR) as connection:
-            row = (await connection.execute(query)).one_or_none()
-            if row is None:
-                raise NotFoundError(_NO_TENANT)
-            await record(connection, Change(kind=ChangeKind.KEY, tenant=name))
-        return _tenant(row)
+    async def _set_numbers(self, method: str, name: str, numbers: dict[str, int], request_id: str) -> Tenant:
+        request = Request.of_operator(name, request_id, method, numbers)
+        async with self._database.transaction(OPERATOR, refusals=RACED) as connection:
+            return await once(connection, request, _KEPT_TENANT, lambda: _change(connection, name, numbers))
 
     async def page(self, *, page_size: int, token: str) -> tuple[list[Tenant], str]:
         """A page of tenants by name, and the next page's token."""
@@ -134,7 +161,7 @@ class Tenants:
         tenants = [_tenant(row) for row in rows[:limit]]
         return tenants, page_token("tenants", [tenants[-1].name]) if len(rows) > limit else ""
 
-    async def set_fallback(self, name: str, fallback: FallbackPolicy) -> Tenant:
+    async def set_fallback(self, name: str, fallback: FallbackPolicy, *, request_id: str = "") -> Tenant:
         """Replaces what may answer when a version cannot be had in time.
 
         Raises:
@@ -142,34 +169,53 @@ class Tenants:
             NotFoundError: There is no such tenant.
         """
         fallback.check()
-        change = update(models.tenants).where(models.tenants.c.name == name).values(fallback.columns()).returning(*_TENANT)
-        async with self._database.transaction(Scope.of_tenant(name)) as connection:
-            row = (await connection.execute(change)).one_or_none()
-            if row is None:
-                raise NotFoundError(_NO_TENANT)
-            await record(connection, Change(kind=ChangeKind.KEY, tenant=name))
-        return _tenant(row)
+        values = fallback.columns()
+        request = Request.of(name, request_id, "SetFallback", values)
+        async with self._database.transaction(Scope.of_tenant(name), refusals=RACED) as connection:
+            return await once(connection, request, _KEPT_TENANT, lambda: _change(connection, name, values))
 
-    async def create_key(self, tenant: str, roles: Sequence[str], *, label: str, lifetime: timedelta | None) -> NewKey:
-        """Creates a key; its secret is in the result and nowhere else.
+    async def create_key(
+        self, tenant: str, roles: Sequence[str], *, label: str, lifetime: timedelta | None, request_id: str = ""
+    ) -> NewKey:
+        """Creates a key; its secret is in the result and is stored nowhere.
 
         Raises:
             NotFoundError: There is no such tenant.
         """
-        secret = new_secret()
-        row: dict[str, object] = {
-            "tenant": tenant,
-            "id": uuid.uuid4(),
-            "hash": self._vault.key_hash(secret_digest(secret)),
-            "roles": sorted(roles),
-            "label": label,
-            "expire_time": None if lifetime is None else func.now() + lifetime,
-        }
-        absent = NotFoundError(_NO_TENANT)
-        async with self._database.transaction(Scope.of_tenant(tenant), refusals={"fk_keys_tenant_tenants": absent}) as connection:
-            stored = (await connection.execute(insert(models.keys).values(row).returning(*_KEY))).one()
-            await record(connection, Change(kind=ChangeKind.KEY, tenant=tenant))
-        return NewKey(_key(stored), secret)
+        request = Request.of(tenant, request_id, "CreateKey", sorted(roles), label, _seconds(lifetime))
+        refusals = {"fk_keys_tenant_tenants": NotFoundError(_NO_TENANT), **RACED}
+        async with self._database.transaction(Scope.of_tenant(tenant), refusals=refusals) as connection:
+
+            async def create() -> _Made:
+                return await self._make_key(connection, tenant, roles, label=label, lifetime=lifetime)
+
+            made = await once(connection, request, _KEPT_MADE, create)
+        return self._new_key(made)
+
+    async def rotate_key(
+        self, tenant: str, key_id: str, *, overlap: timedelta, lifetime: timedelta | None, request_id: str = ""
+    ) -> NewKey:
+        """Creates a key with the roles and label of another, which ends after the overlap or sooner, as it would have.
+
+        Args:
+            tenant: Whose key it is.
+            key_id: Key whose place is taken.
+            overlap: How long it goes on working.
+            lifetime: How long the new key lives; None: as long as the other one was made for.
+            request_id: The caller's own identifier of this rotation.
+
+        Raises:
+            NotFoundError: The tenant has no such key.
+            FailedPreconditionError: The key was rotated before, or works no longer.
+        """
+        request = Request.of(tenant, request_id, "RotateKey", key_id, _seconds(overlap), _seconds(lifetime))
+        async with self._database.transaction(Scope.of_tenant(tenant), refusals=RACED) as connection:
+
+            async def rotate() -> _Made:
+                return await self._rotate(connection, tenant, uuid.UUID(key_id), overlap=overlap, lifetime=lifetime)
+
+            made = await once(connection, request, _KEPT_MADE, rotate)
+        return self._new_key(made)
 
     async def list_keys(self, tenant: str, *, page_size: int, token: str) -> tuple[list[Key], str]:
         """A page of a tenant's keys, newest first, revoked ones included, and the next page's token.
@@ -190,24 +236,78 @@ class Tenants:
         keys = [_key(row) for row in rows[:limit]]
         return keys, page_token("keys", [keys[-1].create_time, uuid.UUID(keys[-1].id)]) if len(rows) > limit else ""
 
-    async def revoke_key(self, tenant: str, key_id: str) -> Key:
+    async def revoke_key(self, tenant: str, key_id: str, *, request_id: str = "") -> Key:
         """Ends a key at once; a second time changes nothing.
 
         Raises:
             NotFoundError: The tenant has no such key.
         """
+        request = Request.of(tenant, request_id, "RevokeKey", key_id)
+        async with self._database.transaction(Scope.of_tenant(tenant), refusals=RACED) as connection:
+            return await once(connection, request, _KEPT_KEY, lambda: _revoke(connection, tenant, uuid.UUID(key_id)))
+
+    async def _rotate(
+        self, connection: AsyncConnection, tenant: str, key_id: uuid.UUID, *, overlap: timedelta, lifetime: timedelta | None
+    ) -> _Made:
         columns = models.keys.c
-        mine = (columns.tenant == tenant, columns.id == uuid.UUID(key_id))
-        query = update(models.keys).where(*mine, columns.revoke_time.is_(None)).values(revoke_time=func.now()).returning(*_KEY)
-        async with self._database.transaction(Scope.of_tenant(tenant)) as connection:
-            row = (await connection.execute(query)).one_or_none()
-            if row is not None:
-                await record(connection, Change(kind=ChangeKind.KEY, tenant=tenant))
-            else:
-                row = (await connection.execute(select(*_KEY).where(*mine))).one_or_none()
-        if row is None:
-            raise NotFoundError("there is no such key")
+        mine = (columns.tenant == tenant, columns.id == key_id)
+        has_ended = or_(columns.revoke_time.is_not(None), columns.expire_time <= func.now()).label("has_ended")
+        old = (await connection.execute(select(*_KEY, has_ended).where(*mine).with_for_update())).one_or_none()
+        if old is None:
+            raise NotFoundError(_NO_KEY)
+        if old.has_ended:
+            raise FailedPreconditionError("the key was revoked or is at its end; create another one")
+        if old.successor is not None:
+            raise FailedPreconditionError(f"the key was rotated before; {old.successor} took its place")
+        if lifetime is None and old.expire_time is not None:
+            lifetime = old.expire_time - old.create_time
+        made = await self._make_key(connection, tenant, old.roles, label=old.label, lifetime=lifetime)
+        end = func.least(columns.expire_time, func.now() + overlap)  # of a key without an end: NULL is left out
+        query = update(models.keys).where(*mine).values(expire_time=end, successor=uuid.UUID(made.key.id)).returning(*_KEY)
+        return dataclasses.replace(made, previous=_key((await connection.execute(query)).one()))
+
+    async def _make_key(
+        self, connection: AsyncConnection, tenant: str, roles: Sequence[str], *, label: str, lifetime: timedelta | None
+    ) -> _Made:
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        row: dict[str, object] = {
+            "tenant": tenant,
+            "id": uuid.uuid4(),
+            "hash": self._vault.key_hash(secret_digest(self._vault.key_secret(tenant, nonce))),
+            "roles": sorted(roles),
+            "label": label,
+            "expire_time": None if lifetime is None else func.now() + lifetime,
+        }
+        stored = (await connection.execute(insert(models.keys).values(row).returning(*_KEY))).one()
+        await record(connection, Change(kind=ChangeKind.KEY, tenant=tenant))
+        return _Made(_key(stored), nonce.hex())
+
+    def _new_key(self, made: _Made) -> NewKey:
+        return NewKey(made.key, self._vault.key_secret(made.key.tenant, bytes.fromhex(made.nonce)), made.previous)
+
+
+async def _change(connection: AsyncConnection, name: str, values: Mapping[str, Any]) -> Tenant:
+    """Writes columns of a tenant and tells the data planes."""
+    query = update(models.tenants).where(models.tenants.c.name == name).values(values).returning(*_TENANT)
+    row = (await connection.execute(query)).one_or_none()
+    if row is None:
+        raise NotFoundError(_NO_TENANT)
+    await record(connection, Change(kind=ChangeKind.KEY, tenant=name))
+    return _tenant(row)
+
+
+async def _revoke(connection: AsyncConnection, tenant: str, key_id: uuid.UUID) -> Key:
+    columns = models.keys.c
+    mine = (columns.tenant == tenant, columns.id == key_id)
+    query = update(models.keys).where(*mine, columns.revoke_time.is_(None)).values(revoke_time=func.now()).returning(*_KEY)
+    row = (await connection.execute(query)).one_or_none()
+    if row is not None:
+        await record(connection, Change(kind=ChangeKind.KEY, tenant=tenant))
         return _key(row)
+    row = (await connection.execute(select(*_KEY).where(*mine))).one_or_none()
+    if row is None:
+        raise NotFoundError(_NO_KEY)
+    return _key(row)
 
 
 async def _must_exist(connection: AsyncConnection, tenant: str) -> None:
@@ -223,4 +323,17 @@ def _tenant(row: Row[Any]) -> Tenant:
 
 
 def _key(row: Row[Any]) -> Key:
-    return Key(str(row.id), row.tenant, tuple(row.roles), row.label, row.create_time, row.expire_time, row.revoke_time)
+    return Key(
+        str(row.id),
+        row.tenant,
+        tuple(row.roles),
+        row.label,
+        row.create_time,
+        row.expire_time,
+        row.revoke_time,
+        str(row.successor or ""),
+    )
+
+
+def _seconds(time: timedelta | None) -> float | None:
+    return None if time is None else time.total_seconds()

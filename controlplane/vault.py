@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import os
@@ -58,6 +59,11 @@ class Vault:
     def split_salt(self, owner: str, adapter: str, alias: str) -> bytes:
         """Secret of an alias by which data planes draw a unit's arm; 32 bytes. It does not change with the alias's moves."""
         return self._derive("split-salt", owner.encode(), adapter.encode(), alias.encode())
+
+    def key_secret(self, tenant: str, nonce: bytes) -> str:
+        """Credential of a tenant that a nonce of 256 random bits gives, and nothing without the pepper."""
+        secret = self._derive("key-secret", tenant.encode(), nonce)
+        return SECRET_PREFIX + base64.urlsafe_b64encode(secret).decode().rstrip("=")
 
     def sign(self, purpose: str, message: bytes) -> bytes:
         """Tag of a message for one purpose; 32 bytes."""

@@ -32,6 +32,7 @@ _ROLE_NAMES = {
     tenants_pb2.ROLE_OWNER: "owner",
     tenants_pb2.ROLE_PUBLISHER: "publisher",
     tenants_pb2.ROLE_CALLER: "caller",
+    tenants_pb2.ROLE_AUDITOR: "auditor",
 }
 _CHANGE_KINDS = {
     ChangeKind.VERSION: nodes_pb2.CHANGE_KIND_VERSION,
@@ -126,6 +127,7 @@ def key_message(key: Key) -> tenants_pb2.Key:
         create_time=timestamp(key.create_time),
         expire_time=timestamp(key.expire_time),
         revoke_time=timestamp(key.revoke_time),
+        successor=key.successor,
     )
 
 

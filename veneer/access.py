@@ -38,7 +38,7 @@ class Identity:
         key_id: Identifier of the key, for logs; empty for `bearer`.
         tenant: Name of the tenant, for tenant keys.
         tenant_id: Identifier of the tenant's row, for tenant keys, where the authenticator knows it.
-        roles: Names of the key's roles, for tenant keys: `owner`, `publisher`, `caller`.
+        roles: Names of the key's roles, for tenant keys: `owner`, `publisher`, `caller`, `auditor`.
     """
 
     kind: Kind

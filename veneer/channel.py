@@ -14,9 +14,9 @@ import grpc
 from veneer.errors import InvalidArgumentError, Violation
 from veneer.statuses import error_of
 
-# Calls whose effect is the same when they run twice, by service. gRPC retries them on UNAVAILABLE, and only before the first
-# message of the answer; what moves a pointer relative to where it is (Rollback) or hands out a secret is not
-# repeated behind the caller's back.
+# Calls whose effect is the same when they run twice, by service: some only under a request_id, which the clients send with each.
+# gRPC retries them on UNAVAILABLE, and only before the first message of the answer; what moves a pointer relative to where it is
+# (Rollback) is not repeated behind the caller's back.
 _REPEATABLE: dict[str, tuple[str, ...]] = {
     "veneer.controlplane.v1.BaseService": ("RegisterBase", "ListBases"),
     "veneer.controlplane.v1.CatalogService": (
@@ -30,10 +30,13 @@ _REPEATABLE: dict[str, tuple[str, ...]] = {
     "veneer.controlplane.v1.NodeService": ("ListNodes", "RevokeNode"),
     "veneer.controlplane.v1.PlacementService": ("LocateAdapter",),
     "veneer.controlplane.v1.TenantService": (
+        "CreateTenant",
         "ListTenants",
         "SetTenantLimits",
         "SetTenantQuotas",
         "SetFallback",
+        "CreateKey",
+        "RotateKey",
         "ListKeys",
         "RevokeKey",
         "CreateGrant",

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 
 from veneer.channel import ClientTls, typed_errors
-from veneer.connection import Connection, typed
+from veneer.connection import Connection, identified, typed
 from veneer.controlplane.v1 import catalog_pb2, catalog_pb2_grpc, placement_pb2, placement_pb2_grpc, tenants_pb2
 from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, Violation
@@ -320,9 +320,9 @@ class Client(Connection):
         response = await self._ask(self._catalog.Rollback, request)
         return typed(catalog_pb2.Alias, response.alias)
 
-    async def retire(self, adapter: str, version: str) -> catalog_pb2.Version:
+    async def retire(self, adapter: str, version: str, *, request_id: str = "") -> catalog_pb2.Version:
         """Ends a version; running requests finish on it."""
-        request = catalog_pb2.RetireVersionRequest(adapter=adapter, version=version)
+        request = catalog_pb2.RetireVersionRequest(adapter=adapter, version=version, request_id=identified(request_id))
         response = await self._ask(self._catalog.RetireVersion, request)
         return typed(catalog_pb2.Version, response.version)
 
@@ -354,9 +354,10 @@ class Client(Connection):
         request = catalog_pb2.DeleteAdapterRequest(adapter=adapter, force=force, dry_run=dry_run)
         return typed(catalog_pb2.DeleteAdapterResponse, await self._ask(self._catalog.DeleteAdapter, request))
 
-    async def create_grant(self, adapter: str, grantee: str) -> tenants_pb2.Grant:
+    async def create_grant(self, adapter: str, grantee: str, *, request_id: str = "") -> tenants_pb2.Grant:
         """Lets another tenant use an adapter."""
-        response = await self._ask(self._tenants.CreateGrant, tenants_pb2.CreateGrantRequest(adapter=adapter, grantee=grantee))
+        request = tenants_pb2.CreateGrantRequest(adapter=adapter, grantee=grantee, request_id=identified(request_id))
+        response = await self._ask(self._tenants.CreateGrant, request)
         return typed(tenants_pb2.Grant, response.grant)
 
     async def grants(self) -> tenants_pb2.ListGrantsResponse:
@@ -369,9 +370,10 @@ class Client(Connection):
             if not whole.next_page_token:
                 return whole
 
-    async def revoke_grant(self, adapter: str, grantee: str) -> None:
+    async def revoke_grant(self, adapter: str, grantee: str, *, request_id: str = "") -> None:
         """Withdraws a grant."""
-        await self._ask(self._tenants.RevokeGrant, tenants_pb2.RevokeGrantRequest(adapter=adapter, grantee=grantee))
+        request = tenants_pb2.RevokeGrantRequest(adapter=adapter, grantee=grantee, request_id=identified(request_id))
+        await self._ask(self._tenants.RevokeGrant, request)
 
 
 def _adapter_ref(adapter: str, owner: str, *, alias: str | None, version: str | None) -> generation_pb2.AdapterRef:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -13,6 +14,8 @@ from veneer.controlplane.v1 import bases_pb2, bases_pb2_grpc, tenants_pb2, tenan
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, Violation
 
 _T = TypeVar("_T")
+
+_MAX_PAGE = 1000
 
 
 class Connection:
@@ -80,20 +83,48 @@ class Connection:
         return list(response.bases)
 
     async def create_key(
-        self, *, roles: Sequence[str], tenant: str = "", label: str = "", lifetime_s: float | None = None
+        self, *, roles: Sequence[str], tenant: str = "", label: str = "", lifetime_s: float | None = None, request_id: str = ""
     ) -> tenants_pb2.CreateKeyResponse:
         """Creates a key; `secret` of the response is shown this once.
 
         Args:
-            roles: At least one of `owner`, `publisher`, `caller`.
+            roles: At least one of `owner`, `publisher`, `caller`, `auditor`.
             tenant: Tenant to create it for; empty is the caller's own.
             label: Free text.
             lifetime_s: How long it lives; None until revoked.
+            request_id: Identifies this key: the same again gives the same key and secret. Empty makes one.
         """
-        request = tenants_pb2.CreateKeyRequest(tenant=tenant, roles=[_role(role) for role in roles], label=label)
+        request = tenants_pb2.CreateKeyRequest(
+            tenant=tenant, roles=[_role(role) for role in roles], label=label, request_id=identified(request_id)
+        )
         if lifetime_s is not None:
             request.lifetime.FromMilliseconds(round(lifetime_s * 1000))
         return await self._ask(self._tenants.CreateKey, request)  # type: ignore[no-any-return]
+
+    async def rotate_key(
+        self,
+        key_id: str,
+        *,
+        tenant: str = "",
+        overlap_s: float | None = None,
+        lifetime_s: float | None = None,
+        request_id: str = "",
+    ) -> tenants_pb2.RotateKeyResponse:
+        """Creates a key in the place of another one, which ends after an overlap; `secret` of the response is the new one.
+
+        Args:
+            key_id: Key whose place is taken.
+            tenant: Tenant that it belongs to; empty is the caller's own.
+            overlap_s: How long it goes on working; None is a day.
+            lifetime_s: How long the new key lives; None: as long as the other one was made for.
+            request_id: Identifies this rotation: the same again gives the same key and secret. Empty makes one.
+        """
+        request = tenants_pb2.RotateKeyRequest(tenant=tenant, id=key_id, request_id=identified(request_id))
+        if overlap_s is not None:
+            request.overlap.FromMilliseconds(round(overlap_s * 1000))
+        if lifetime_s is not None:
+            request.lifetime.FromMilliseconds(round(lifetime_s * 1000))
+        return await self._ask(self._tenants.RotateKey, request)  # type: ignore[no-any-return]
 
     async def keys(self, *, tenant: str = "") -> list[tenants_pb2.Key]:
         """A tenant's keys without their secrets, newest first."""
@@ -102,10 +133,29 @@ class Connection:
             lambda token: self._ask(stub.ListKeys, tenants_pb2.ListKeysRequest(tenant=tenant, page_token=token)), "keys"
         )
 
-    async def revoke_key(self, key_id: str, *, tenant: str = "") -> tenants_pb2.Key:
+    async def revoke_key(self, key_id: str, *, tenant: str = "", request_id: str = "") -> tenants_pb2.Key:
         """Revokes a key at once."""
-        response = await self._ask(self._tenants.RevokeKey, tenants_pb2.RevokeKeyRequest(tenant=tenant, id=key_id))
+        request = tenants_pb2.RevokeKeyRequest(tenant=tenant, id=key_id, request_id=identified(request_id))
+        response = await self._ask(self._tenants.RevokeKey, request)
         return typed(tenants_pb2.Key, response.key)
+
+    async def audit(self, *, tenant: str = "", limit: int = 100) -> list[tenants_pb2.AuditEntry]:
+        """The last writes of a tenant's part of the catalogue, newest first.
+
+        Args:
+            tenant: Whose; empty is the caller's own, and for operators what is no tenant's.
+            limit: How many at most.
+        """
+        found, token = list[tenants_pb2.AuditEntry](), ""
+        while len(found) < limit:
+            size = min(limit - len(found), _MAX_PAGE)
+            request = tenants_pb2.ListAuditRequest(tenant=tenant, page_size=size, page_token=token)
+            response = await self._ask(self._tenants.ListAudit, request)
+            found += response.entries
+            token = response.next_page_token
+            if not token:
+                break
+        return found
 
     async def set_fallback(
         self,
@@ -113,6 +163,7 @@ class Connection:
         *,
         default: tenants_pb2.DefaultFallback.ValueType = tenants_pb2.DEFAULT_FALLBACK_NONE,
         tenant: str = "",
+        request_id: str = "",
     ) -> tenants_pb2.Tenant:
         """Replaces what may answer when a version cannot be had in time.
 
@@ -120,10 +171,18 @@ class Connection:
             policy: What callers may ask for.
             default: What a request asks for that does not say.
             tenant: Tenant whose callers it is for; empty is the caller's own.
+            request_id: Identifies this change: the same again is done once. Empty makes one.
         """
-        request = tenants_pb2.SetFallbackRequest(tenant=tenant, fallback=policy, default_fallback=default)
+        request = tenants_pb2.SetFallbackRequest(
+            tenant=tenant, fallback=policy, default_fallback=default, request_id=identified(request_id)
+        )
         response = await self._ask(self._tenants.SetFallback, request)
         return typed(tenants_pb2.Tenant, response.tenant)
+
+
+def identified(request_id: str) -> str:
+    """The identifier of a write: the caller's own, or a new one, so that it may be sent again should its answer be lost."""
+    return request_id or uuid.uuid4().hex
 
 
 def typed(kind: type[_T], message: Any) -> _T:

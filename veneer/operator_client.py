@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 from veneer.artifact import BaseDescription
 from veneer.channel import typed_errors
-from veneer.connection import Connection, typed
+from veneer.connection import Connection, identified, typed
 from veneer.controlplane.v1 import bases_pb2, nodes_pb2, nodes_pb2_grpc, tenants_pb2
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc
 from veneer.errors import UnavailableError
@@ -55,20 +55,28 @@ class OperatorClient(Connection):
         default_fallback: tenants_pb2.DefaultFallback.ValueType = tenants_pb2.DEFAULT_FALLBACK_NONE,
         weight: int = 1,
         limits: tenants_pb2.TenantLimits | None = None,
+        request_id: str = "",
     ) -> tenants_pb2.Tenant:
-        """Creates a tenant."""
+        """Creates a tenant; the same again under the same `request_id` gives the same answer."""
         tenant = tenants_pb2.Tenant(name=name, fallback=fallback, default_fallback=default_fallback, weight=weight, limits=limits)
-        response = await self._ask(self._tenants.CreateTenant, tenants_pb2.CreateTenantRequest(tenant=tenant))
+        request = tenants_pb2.CreateTenantRequest(tenant=tenant, request_id=identified(request_id))
+        response = await self._ask(self._tenants.CreateTenant, request)
         return typed(tenants_pb2.Tenant, response.tenant)
 
     async def set_tenant_limits(
-        self, name: str, *, max_rank_rows: int = 0, max_arena_bytes: int = 0, max_host_bytes: int = 0
+        self,
+        name: str,
+        *,
+        max_rank_rows: int = 0,
+        max_arena_bytes: int = 0,
+        max_host_bytes: int = 0,
+        request_id: str = "",
     ) -> tenants_pb2.Tenant:
         """Replaces what a tenant may use at most on one data plane; 0 leaves a limit to the data plane's settings."""
         limits = tenants_pb2.TenantLimits(
             max_rank_rows=max_rank_rows, max_arena_bytes=max_arena_bytes, max_host_bytes=max_host_bytes
         )
-        request = tenants_pb2.SetTenantLimitsRequest(tenant=name, limits=limits)
+        request = tenants_pb2.SetTenantLimitsRequest(tenant=name, limits=limits, request_id=identified(request_id))
         response = await self._ask(self._tenants.SetTenantLimits, request)
         return typed(tenants_pb2.Tenant, response.tenant)
 
@@ -81,6 +89,7 @@ class OperatorClient(Connection):
         max_streams: int = 0,
         max_adapters: int = 0,
         max_stored_bytes: int = 0,
+        request_id: str = "",
     ) -> tenants_pb2.Tenant:
         """Replaces what a tenant may use at most in all, over all data planes; 0 is no limit."""
         quotas = tenants_pb2.TenantQuotas(
@@ -90,7 +99,7 @@ class OperatorClient(Connection):
             max_adapters=max_adapters,
             max_stored_bytes=max_stored_bytes,
         )
-        request = tenants_pb2.SetTenantQuotasRequest(tenant=name, quotas=quotas)
+        request = tenants_pb2.SetTenantQuotasRequest(tenant=name, quotas=quotas, request_id=identified(request_id))
         response = await self._ask(self._tenants.SetTenantQuotas, request)
         return typed(tenants_pb2.Tenant, response.tenant)
 

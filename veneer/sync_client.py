@@ -131,6 +131,7 @@ class SyncClient(_Blocking[Client]):
 
     adapter = _blocking(Client.adapter)
     adapters = _blocking(Client.adapters)
+    audit = _blocking(Client.audit)
     bases = _blocking(Client.bases)
     create_grant = _blocking(Client.create_grant)
     create_key = _blocking(Client.create_key)
@@ -143,6 +144,7 @@ class SyncClient(_Blocking[Client]):
     retire = _blocking(Client.retire)
     revoke_grant = _blocking(Client.revoke_grant)
     revoke_key = _blocking(Client.revoke_key)
+    rotate_key = _blocking(Client.rotate_key)
     rollback = _blocking(Client.rollback)
     set_alias = _blocking(Client.set_alias)
     set_fallback = _blocking(Client.set_fallback)
@@ -158,6 +160,7 @@ class SyncOperatorClient(_Blocking[OperatorClient]):
         """See `veneer.connection.Connection`."""
         super().__init__(OperatorClient(control=control, data=data, key=key, tls=tls, timeout_s=timeout_s))
 
+    audit = _blocking(OperatorClient.audit)
     bases = _blocking(OperatorClient.bases)
     create_enrollment_token = _blocking(OperatorClient.create_enrollment_token)
     create_key = _blocking(OperatorClient.create_key)
@@ -171,8 +174,10 @@ class SyncOperatorClient(_Blocking[OperatorClient]):
     residency = _blocking(OperatorClient.residency)
     revoke_key = _blocking(OperatorClient.revoke_key)
     revoke_node = _blocking(OperatorClient.revoke_node)
+    rotate_key = _blocking(OperatorClient.rotate_key)
     set_fallback = _blocking(OperatorClient.set_fallback)
     set_tenant_limits = _blocking(OperatorClient.set_tenant_limits)
+    set_tenant_quotas = _blocking(OperatorClient.set_tenant_quotas)
     tenants = _blocking(OperatorClient.tenants)
     unload = _blocking(OperatorClient.unload)
     unpin_version = _blocking(OperatorClient.unpin_version)

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import psycopg
 import pytest
+from sqlalchemy import text
 from sqlalchemy.exc import ProgrammingError
 
 from controlplane import models
@@ -81,3 +82,38 @@ async def test_nobody_changes_or_removes_an_entry(world: World, database: TestDa
                 await connection.execute(statement)
     with database.connect() as owner, pytest.raises(psycopg.errors.RaiseException, match="only added to"):
         owner.execute("DELETE FROM audit")
+    with database.connect() as owner, pytest.raises(psycopg.errors.RaiseException, match="only added to"):
+        owner.execute("TRUNCATE audit")
+
+
+async def age(database: TestDatabase, tenant: str, days: int) -> None:
+    """Has a tenant's entries so far be as old as that."""
+    with database.connect() as owner:
+        owner.execute("SET session_replication_role = replica")
+        owner.execute("UPDATE audit SET create_time = now() - make_interval(days => %s) WHERE tenant = %s", [days, tenant])
+
+
+@pytest.mark.parametrize(("kept_days", "left"), [(0, ["old", "young"]), (60, ["young"]), (30, ["young"])])
+async def test_entries_are_kept_for_as_long_as_the_operator_says(
+    world: World, database: TestDatabase, kept_days: int, left: list[str]
+) -> None:
+    for name, days in (("old", 61), ("young", 29)):
+        await world.tenant(name)
+        await age(database, name, days)
+    world.plane.relay._audit_days = kept_days
+
+    await world.plane.relay.trim()
+
+    assert [name for name in ("old", "young") if await entries(world.operator, tenant=name)] == left
+
+
+async def test_no_entry_goes_before_its_thirty_days_are_over(world: World, database: TestDatabase) -> None:
+    await world.tenant("acme")
+    await age(database, "acme", 29)
+    before = await entries(world.operator, tenant="acme")
+    async with world.plane.database.relay.begin() as connection:
+        assert (await connection.execute(text("SELECT audit_trim(interval '0')"))).scalar_one() == 0
+    with pytest.raises(ProgrammingError, match="permission denied"):
+        async with world.plane.database.transaction(Scope.of_tenant("acme")) as connection:
+            await connection.execute(text("SELECT audit_trim(interval '0')"))
+    assert await entries(world.operator, tenant="acme") == before

@@ -10,7 +10,7 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from controlplane.rules import RULES
 from controlplane.vault import new_secret
-from tests.fixtures.controlplane import CALLER, OWNER, PUBLISHER, Client, World
+from tests.fixtures.controlplane import AUDITOR, CALLER, OWNER, PUBLISHER, Client, World
 from veneer.access import method_names
 from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, placement_pb2, tenants_pb2
 
@@ -21,7 +21,8 @@ SERVICES = [
     nodes_pb2.DESCRIPTOR.services_by_name["NodeService"],
     placement_pb2.DESCRIPTOR.services_by_name["PlacementService"],
 ]
-KEYS = {"CreateKey", "ListKeys", "RevokeKey", "SetFallback", "ListAudit"}
+AUDIT = {"ListKeys", "ListAudit"}
+KEYS = {"CreateKey", "RotateKey", "RevokeKey", "SetFallback"} | AUDIT
 SHARING = {"Publish", "RetireVersion", "DeleteVersion", "FreezeAlias", "CreateGrant", "RevokeGrant"}
 MOVING = {"SetAlias", "Rollback", "Promote"}
 READING = {"ListBases", "GetAdapter", "ListAdapters", "ListVersions", "ListGrants"}
@@ -42,6 +43,7 @@ ADMITTED = {
     ("callers", "owner"): KEYS | SHARING | READING | {"DeleteAdapter"},
     ("callers", "publisher"): SHARING | MOVING | READING,
     ("callers", "caller"): READING | {"LocateAdapter"},
+    ("callers", "auditor"): READING | AUDIT,
     ("callers", "node"): RUNNING | {"ListBases"},
     ("callers", "enrollment"): {"EnrollNode"},
     ("operators", "operator"): OPERATING | KEYS,
@@ -64,6 +66,7 @@ class Cast:
             "owner": (await world.key("acme", OWNER)).secret,
             "publisher": (await world.key("acme", PUBLISHER)).secret,
             "caller": (await world.key("acme", CALLER)).secret,
+            "auditor": (await world.key("acme", AUDITOR)).secret,
             "operator": world.operator.secret,
             "unknown": new_secret(),
             "none": "",

@@ -265,3 +265,18 @@ def test_tenants_come_through_the_revision_of_quotas_and_back(fresh_database: Te
         migrate(Settings(owner_url=fresh_database.owner_url))
         assert connection.execute(quotas).fetchall() == [(0, 0)]
         assert connection.execute("SELECT weight FROM tenants").fetchall() == [(7,)]
+
+
+def test_auditors_go_with_the_revision_that_brought_them(fresh_database: TestDatabase) -> None:
+    made = """
+        INSERT INTO tenants (name, fallback_allowed, weight) VALUES ('acme', true, 7);
+        INSERT INTO keys (tenant, id, hash, roles, label) VALUES
+            ('acme', gen_random_uuid(), '\\x01', ARRAY['auditor'], ''),
+            ('acme', gen_random_uuid(), '\\x02', ARRAY['auditor', 'owner'], '')
+    """
+    with fresh_database.connect() as connection:
+        connection.execute(made)
+        take_down(fresh_database.owner_url, "0006")
+        assert connection.execute("SELECT roles FROM keys").fetchall() == [(["owner"],)]
+        migrate(Settings(owner_url=fresh_database.owner_url))
+        assert connection.execute("SELECT roles, successor FROM keys").fetchall() == [(["owner"], None)]

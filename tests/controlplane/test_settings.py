@@ -38,6 +38,7 @@ def test_no_secret_shows_when_settings_are_printed() -> None:
     "fields",
     [
         {"tls_key": Path("key.pem")},
+        {"audit_retention_days": 29},
         {"tls_certificate": Path("chain.pem")},
         {"pepper": "p" * 40, "pepper_file": Path("pepper")},
         {"max_weights_bytes": 5 << 30},

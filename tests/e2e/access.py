@@ -113,6 +113,9 @@ TABLE = {
         "CreateKey": Row(
             lambda s: tenants_pb2.CreateKeyRequest(tenant="acme", roles=[tenants_pb2.ROLE_CALLER]), OK, PD, NF, PD, OK
         ),
+        "RotateKey": Row(
+            lambda s: tenants_pb2.RotateKeyRequest(tenant="acme", id=s.key_id, request_id=s.key_id), OK, PD, NF, PD, OK
+        ),
         "ListKeys": Row(lambda s: tenants_pb2.ListKeysRequest(tenant="acme"), OK, PD, NF, PD, OK),
         "RevokeKey": Row(lambda s: tenants_pb2.RevokeKeyRequest(tenant="acme", id=s.key_id), OK, PD, NF, PD, OK),
         "CreateGrant": Row(lambda s: tenants_pb2.CreateGrantRequest(adapter="tone", grantee="strict"), OK, PD, NF, PD, PD),

@@ -236,6 +236,8 @@ def _pairs(scene: Scene) -> list[Pair]:
         both(tenant, "ListAudit", t.ListAuditRequest, {"tenant": "acme"}, {"tenant": "nobody"}),
         both(tenant, "RevokeKey", t.RevokeKeyRequest, {"tenant": "acme", "id": scene.key_id}, {"tenant": "nobody"}),
         both(tenant, "RevokeKey", t.RevokeKeyRequest, {"id": scene.key_id}, {"id": nobody}),
+        both(tenant, "RotateKey", t.RotateKeyRequest, {"tenant": "acme", "id": scene.key_id}, {"tenant": "nobody"}),
+        both(tenant, "RotateKey", t.RotateKeyRequest, {"id": scene.key_id}, {"id": nobody}),
     ]
 
 

@@ -350,7 +350,7 @@ async def test_a_lost_compare_and_swap_is_an_aborted_error(client: Client, catal
 async def test_roles_are_named_in_words(client: Client) -> None:
     response = await client.create_key(roles=["caller", "owner"], label="ci", lifetime_s=60)
     assert list(response.key.roles) == [tenants_pb2.ROLE_CALLER, tenants_pb2.ROLE_OWNER]
-    with pytest.raises(InvalidArgumentError, match="`admin` is no role; there are caller, owner, publisher"):
+    with pytest.raises(InvalidArgumentError, match="`admin` is no role; there are auditor, caller, owner, publisher"):
         await client.create_key(roles=["admin"])
 
 

@@ -154,7 +154,7 @@ def set_fallback(
 def create_key(
     context: typer.Context,
     *,
-    role: Annotated[list[str], typer.Option(help="owner, publisher or caller; repeat for several.")],
+    role: Annotated[list[str], typer.Option(help="owner, publisher, caller or auditor; repeat for several.")],
     tenant: OfTenant = "",
     label: Annotated[str, typer.Option(help="Free text, up to 100 characters.")] = "",
     lifetime_s: Annotated[float | None, typer.Option(help="Seconds that it lives; else until revoked.", min=1)] = None,
@@ -172,6 +172,33 @@ def create_key(
         print_json(response)
         return
     note(f"key {response.key.id} of tenant {response.key.tenant}; it cannot be shown again:")
+    typer.echo(response.secret)
+
+
+@keys.command("rotate")
+def rotate_key(
+    context: typer.Context,
+    key_id: Annotated[str, typer.Argument(help="Identifier from `veneer key list`.")],
+    *,
+    overlap_s: Annotated[float, typer.Option(help="Seconds that it goes on working.", min=0, max=7776000)] = 86400,
+    lifetime_s: Annotated[
+        float | None, typer.Option(help="Seconds that the new one lives; else as long as it did.", min=1)
+    ] = None,
+    tenant: OfTenant = "",
+    json: Json = False,
+) -> None:
+    """Create a key in the place of another one, which goes on working for a while. It is printed this once, alone."""
+    target: Target = context.obj
+
+    async def run() -> tenants_pb2.RotateKeyResponse:
+        async with _keeper(target, tenant) as client:
+            return await client.rotate_key(key_id, tenant=tenant, overlap_s=overlap_s, lifetime_s=lifetime_s)
+
+    response = asyncio.run(run())
+    if json:
+        print_json(response)
+        return
+    note(f"key {response.key.id} takes the place of {key_id}, which ends {when(response.previous.expire_time)}:")
     typer.echo(response.secret)
 
 
