@@ -28,7 +28,7 @@ def check_history(history: History) -> list[Violation]:
             )
             found.append(Violation("linearizable", subject, text, [one.id for one in result.stuck]))
         elif history.feed is not None and isinstance(start, AdapterState):
-            found += check_feed(subject, history.feed, effects_of(subject, result.order, start))
+            found += check_feed(subject, history.feed, effects_of(subject, operations, result.order, start))
     found += [
         Violation("errors are of the contract", one.subject, f"{one.what} was answered {one.error}", [one.id])
         for one in history.operations

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.histories.model import AdapterState, State, step
-from benchmarks.histories.records import Change, Delete, Feed, Moved, Operation, Publish, Retire, Violation
+from benchmarks.histories.records import Change, Delete, Done, Feed, Grant, Moved, Operation, Publish, Retire, Revoke, Violation
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +18,16 @@ class Effects:
     Attributes:
         moves: Events of each alias, in order.
         versions: How often each version must have been told of.
+        grants: Least and most events of grants.
     """
 
     moves: Mapping[str, Sequence[Change]]
     versions: Counter[str]
+    grants: tuple[int, int] = (0, 0)
 
 
-def effects_of(subject: str, order: Sequence[Operation], start: State) -> Effects:
-    """Returns the events that a sequence of operations makes."""
+def effects_of(subject: str, operations: Sequence[Operation], order: Sequence[Operation], start: State) -> Effects:
+    """Returns the events that operations make whose effects came in an order."""
     moves: dict[str, list[Change]] = {}
     versions: Counter[str] = Counter()
     state = start
@@ -42,7 +44,22 @@ def effects_of(subject: str, order: Sequence[Operation], start: State) -> Effect
                 version = moved.arms[0][0] if len(moved.arms) == 1 else ""
                 moves.setdefault(moved.alias, []).append(Change("ALIAS", subject, version, moved.generation))
         state = after
-    return Effects(moves, versions)
+    return Effects(moves, versions, _changes_of_grants(operations))
+
+
+def _changes_of_grants(operations: Sequence[Operation]) -> tuple[int, int]:
+    """How often grants changed, at least and at most: each withdrawal ended one that was given, and one more may have been given.
+
+    Whether a second grant in a row did anything depends on unknown outcomes in between, so no order says it.
+    """
+    least = most = num_open = 0
+    for grantee in {one.what.grantee for one in operations if isinstance(one.what, Grant)}:
+        withdrawn = [one for one in operations if isinstance(one.what, Revoke) and one.what.grantee == grantee]
+        num_known = sum(isinstance(one.outcome, Done) for one in withdrawn)
+        least += 2 * num_known
+        most += 2 * (num_known + sum(one.outcome is None for one in withdrawn))
+        num_open += 1
+    return least, most + num_open
 
 
 def _moved_between(before: AdapterState, after: AdapterState) -> Iterator[Moved]:
@@ -67,6 +84,13 @@ def check_feed(subject: str, feed: Feed, effects: Effects) -> list[Violation]:
     found = [Violation("the feed tells what was done, once", subject, f"{one} was made up or told again") for one in extra]
     if not feed.resets:
         found += [Violation("the feed skips nothing", subject, f"{one} was not told") for one in missing]
+    least, most = effects.grants
+    if (num_grants := sum(one.kind == "GRANT" for one in mine)) > most:
+        text = f"{num_grants} changes of grants, at most {most} were made"
+        found.append(Violation("the feed tells what was done, once", subject, text))
+    elif num_grants < least and not feed.resets:
+        text = f"{num_grants} changes of grants, at least {least} were made"
+        found.append(Violation("the feed skips nothing", subject, text))
     moved = [one for one in kept if one.kind == "ALIAS"]
     if not found and not _is_interleaving(moved, list(effects.moves.values()), from_anywhere=bool(feed.resets)):
         found.append(Violation("the feed is in the order of commits", subject, "no order of each alias's moves reads like this"))

@@ -301,6 +301,22 @@ def test_a_feed_out_of_order_is_flagged() -> None:
     assert told().promises_broken(*events, with_feed=True) == {"the feed is in the order of commits"}
 
 
+@pytest.mark.parametrize(
+    ("num_events", "broken"),
+    [
+        (1, {"the feed skips nothing"}),
+        (2, set()),
+        (4, set()),
+        (5, set()),
+        (6, {"the feed tells what was done, once"}),
+    ],
+)
+def test_changes_of_grants_are_counted_as_far_as_outcomes_are_known(num_events: int, broken: set[str]) -> None:
+    story = told().add(Grant("guest"), Done()).add(Revoke("guest"), Done())
+    story.add(Grant("guest"), Done()).add(Revoke("guest"), None).add(Grant("guest"), Done())
+    assert story.promises_broken(*EVENTS, *[Change("GRANT", SUBJECT)] * num_events, with_feed=True) == broken
+
+
 def test_after_a_reset_the_feed_owes_only_what_came_later() -> None:
     assert told().promises_broken(EVENTS[0], *EVENTS[3:], resets=(1,), with_feed=True) == set()
     assert told().promises_broken(*EVENTS[:3], EVENTS[4], resets=(1,), with_feed=True) == {"the feed is in the order of commits"}
