@@ -84,7 +84,7 @@ class Aliases:
 
         async def choose(connection: AsyncConnection, present: Alias | None) -> Sequence[Arm]:
             del present
-            await _check_servable(connection, owner, adapter, [arm.version for arm in arms])
+            await check_servable(connection, owner, adapter, [arm.version for arm in arms])
             return arms
 
         return await self._move(request, adapter, name, choose, expected_generation=expected_generation, dry_run=dry_run)
@@ -127,7 +127,7 @@ class Aliases:
             history = await _history(connection, owner, adapter, name)
             target = version or _last_whole(history, present)
             if version:
-                await _check_servable(connection, owner, adapter, [version])
+                await check_servable(connection, owner, adapter, [version])
                 if all(row.version != version for row in history):
                     raise FailedPreconditionError(f"alias {name!r} never served version {version}; set the alias instead")
             return [Arm(target, _WHOLE)]
@@ -172,7 +172,7 @@ class Aliases:
         request = Request.of(owner, request_id, "Promote", adapter, name, source, version, expected_generation)
 
         async def choose(connection: AsyncConnection, present: Alias | None) -> Sequence[Arm]:
-            origin = await _present(connection, owner, adapter, source) if source else present
+            origin = await present_alias(connection, owner, adapter, source) if source else present
             if origin is None:
                 raise NotFoundError(_NO_ALIAS)
             target = version or origin.arms[0].version
@@ -180,7 +180,7 @@ class Aliases:
                 raise FailedPreconditionError(f"alias {source!r} does not serve this version alone")
             if all(arm.version != target for arm in origin.arms):
                 raise FailedPreconditionError(f"version {target} is no arm of alias {name!r}; set the alias instead")
-            await _check_servable(connection, owner, adapter, [target])
+            await check_servable(connection, owner, adapter, [target])
             return [Arm(target, _WHOLE)]
 
         return await self._move(request, adapter, name, choose, expected_generation=expected_generation, dry_run=dry_run)
@@ -199,7 +199,7 @@ class Aliases:
             if known is not None:
                 return alias_from_json(known)
             await lock_adapter(connection, owner, adapter)
-            present = await _present(connection, owner, adapter, name)
+            present = await present_alias(connection, owner, adapter, name)
             if present is None:
                 raise NotFoundError(_NO_ALIAS)
             mine = (columns.tenant == owner, columns.adapter == adapter, columns.name == name)
@@ -217,8 +217,8 @@ class Aliases:
             if known is not None:
                 return alias_from_json(known)
             await lock_adapter(connection, owner, adapter)
-            present = await _present(connection, owner, adapter, name)
-            _compare(present, expected_generation)
+            present = await present_alias(connection, owner, adapter, name)
+            compare_generation(present, expected_generation)
             moved = await move(connection, owner, adapter, name, arms=await choose(connection, present))
             await keep(connection, request, alias_to_json(moved))
         return moved
@@ -269,18 +269,30 @@ async def move(connection: AsyncConnection, owner: str, adapter: str, alias: str
     return moved
 
 
-async def _present(connection: AsyncConnection, owner: str, adapter: str, alias: str) -> Alias | None:
+async def present_alias(connection: AsyncConnection, owner: str, adapter: str, alias: str) -> Alias | None:
+    """An alias as it is now; None when it is absent, or points at nothing."""
     found = (await aliases_of(connection, owner, [adapter], alias=alias)).get(adapter)
     return found[0] if found else None
 
 
-def _compare(present: Alias | None, expected_generation: int | None) -> None:
+def compare_generation(present: Alias | None, expected_generation: int | None) -> None:
+    """Refuses an alias that has moved since its caller saw it.
+
+    Raises:
+        AbortedError: It is at another generation than the one expected.
+    """
     generation = 0 if present is None else present.generation
     if expected_generation is not None and expected_generation != generation:
         raise AbortedError(f"the alias is at generation {generation}, not {expected_generation}; read it again")
 
 
-async def _check_servable(connection: AsyncConnection, owner: str, adapter: str, digests: Sequence[str]) -> None:
+async def check_servable(connection: AsyncConnection, owner: str, adapter: str, digests: Sequence[str]) -> None:
+    """Refuses versions that no alias may serve together.
+
+    Raises:
+        NotFoundError: The adapter has no such version.
+        FailedPreconditionError: One is not ready, or they are for different bases.
+    """
     columns = models.versions.c
     mine = (columns.tenant == owner, columns.adapter == adapter, columns.digest.in_(digests))
     rows = (await connection.execute(select(columns.digest, columns.state, columns.base_digest).where(*mine))).all()

@@ -10,13 +10,22 @@ import grpc
 
 from controlplane.aliases import Aliases
 from controlplane.bases import Bases
+from controlplane.canaries import Canaries
 from controlplane.catalog import Arm, Catalog
 from controlplane.deletion import Deletion
 from controlplane.publish import Publisher, PublishOrder
 from controlplane.spool import CONFIG, WEIGHTS, Part
-from controlplane.wire import adapter_message, alias_message, base_description, base_message, version_message
+from controlplane.wire import (
+    adapter_message,
+    alias_message,
+    base_description,
+    base_message,
+    canary_message,
+    canary_step,
+    version_message,
+)
 from veneer.access import current_identity
-from veneer.controlplane.v1 import bases_pb2, bases_pb2_grpc, catalog_pb2, catalog_pb2_grpc
+from veneer.controlplane.v1 import bases_pb2, bases_pb2_grpc, canaries_pb2, catalog_pb2, catalog_pb2_grpc
 from veneer.errors import DeadlineExceededError, InvalidArgumentError, Violation
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -43,9 +52,10 @@ class BaseServicer(bases_pb2_grpc.BaseServiceServicer):
 class CatalogServicer(catalog_pb2_grpc.CatalogServiceServicer):
     """Serves the caller's own part of the catalogue: the tenant is always that of the credential."""
 
-    def __init__(self, catalog: Catalog, aliases: Aliases, deletion: Deletion, publisher: Publisher) -> None:
+    def __init__(self, catalog: Catalog, aliases: Aliases, canaries: Canaries, deletion: Deletion, publisher: Publisher) -> None:
         self._catalog = catalog
         self._aliases = aliases
+        self._canaries = canaries
         self._deletion = deletion
         self._publisher = publisher
 
@@ -140,6 +150,32 @@ class CatalogServicer(catalog_pb2_grpc.CatalogServiceServicer):
         )
         return catalog_pb2.FreezeAliasResponse(alias=alias_message(alias))
 
+    async def StartCanary(self, request: canaries_pb2.StartCanaryRequest, context: _Context) -> canaries_pb2.StartCanaryResponse:
+        """See the API."""
+        canary = await self._canaries.start(
+            current_identity().tenant,
+            request.adapter,
+            request.alias,
+            version=request.version,
+            steps=list(map(canary_step, request.steps)),
+            expected_generation=_expected(request),
+            request_id=request.request_id,
+            dry_run=request.dry_run,
+        )
+        return canaries_pb2.StartCanaryResponse(canary=canary_message(canary))
+
+    async def GetCanary(self, request: canaries_pb2.GetCanaryRequest, context: _Context) -> canaries_pb2.GetCanaryResponse:
+        """See the API."""
+        canary = await self._canaries.get(current_identity().tenant, request.adapter, request.alias)
+        return canaries_pb2.GetCanaryResponse(canary=canary_message(canary))
+
+    async def StopCanary(self, request: canaries_pb2.StopCanaryRequest, context: _Context) -> canaries_pb2.StopCanaryResponse:
+        """See the API."""
+        canary = await self._canaries.stop(
+            current_identity().tenant, request.adapter, request.alias, request_id=request.request_id, dry_run=request.dry_run
+        )
+        return canaries_pb2.StopCanaryResponse(canary=canary_message(canary))
+
     async def RetireVersion(
         self, request: catalog_pb2.RetireVersionRequest, context: _Context
     ) -> catalog_pb2.RetireVersionResponse:
@@ -180,7 +216,12 @@ class CatalogServicer(catalog_pb2_grpc.CatalogServiceServicer):
         return catalog_pb2.DeleteAdapterResponse(num_versions=deleted.num_versions, aliases=map(alias_message, deleted.aliases))
 
 
-def _expected(request: catalog_pb2.SetAliasRequest | catalog_pb2.RollbackRequest | catalog_pb2.PromoteRequest) -> int | None:
+def _expected(
+    request: catalog_pb2.SetAliasRequest
+    | catalog_pb2.RollbackRequest
+    | catalog_pb2.PromoteRequest
+    | canaries_pb2.StartCanaryRequest,
+) -> int | None:
     return request.expected_generation if request.HasField("expected_generation") else None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from sqlalchemy import delete, func, insert, select, tuple_, update
+from sqlalchemy import delete, func, insert, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
@@ -22,6 +22,7 @@ from controlplane.answers import (
     version_to_json,
 )
 from controlplane.blobs import upload_folder
+from controlplane.canary_tables import canaries
 from controlplane.catalog import RETIRED, Alias, Version, aliases_of, change_state, find_version, lock_adapter, pointing_at
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
@@ -154,6 +155,9 @@ class Deletion:
         # A split without one of its arms would read as another split, so its generation goes as a whole.
         shared = select(a.alias, a.generation).where(*of_adapter, a.version.in_(digests))
         await connection.execute(delete(models.arms).where(*of_adapter, tuple_(a.alias, a.generation).in_(shared)))
+        c = canaries.c
+        either = or_(c.version.in_(digests), c.stable.in_(digests))
+        await connection.execute(delete(canaries).where(c.tenant == owner, c.adapter == adapter, either))
         await connection.execute(delete(models.reports).where(r.tenant == owner, r.version.in_(digests)))
         gone = delete(models.versions).where(v.tenant == owner, v.digest.in_(digests)).returning(v.digest, v.upload)
         folders = [upload_folder(row.digest, row.upload) for row in (await connection.execute(gone)).all()]

@@ -12,6 +12,7 @@ from controlplane.blobs import Blobs
 from controlplane.changes import ChangeFeed
 from controlplane.identities import Identities
 from controlplane.nodes import Nodes
+from controlplane.outcomes import ArmOutcomes, Outcomes
 from controlplane.quotas import QuotaLeases
 from controlplane.resolve import Reference, Refusal, Resolver
 from controlplane.wire import caller_message, change_message, demand_of, node_message, resolution_message, timestamp
@@ -47,6 +48,7 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
         grants: BlobGrants,
         blobs: Blobs,
         quotas: QuotaLeases,
+        outcomes: Outcomes,
     ) -> None:
         self._nodes = nodes
         self._resolver = resolver
@@ -55,6 +57,7 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
         self._grants = grants
         self._blobs = blobs
         self._quotas = quotas
+        self._outcomes = outcomes
 
     async def CreateEnrollmentToken(
         self, request: nodes_pb2.CreateEnrollmentTokenRequest, context: _Context
@@ -140,3 +143,22 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
             amounts = nodes_pb2.QuotaAmounts(requests=share.requests, tokens=share.tokens, streams=share.streams)
             response.leases.add(tenant=demand.tenant, share=amounts)
         return response
+
+    async def ReportOutcomes(
+        self, request: nodes_pb2.ReportOutcomesRequest, context: _Context
+    ) -> nodes_pb2.ReportOutcomesResponse:
+        """See the API."""
+        outcomes = [
+            ArmOutcomes(
+                owner=one.owner,
+                adapter=one.adapter,
+                alias=one.alias,
+                generation=one.generation,
+                version=one.version,
+                ok=one.ok,
+                failed=one.failed,
+            )
+            for one in request.outcomes
+        ]
+        counted = await self._outcomes.add(current_identity().key_id, request.epoch, request.sequence, outcomes)
+        return nodes_pb2.ReportOutcomesResponse(counted=counted)

@@ -47,6 +47,9 @@ RULES: Rules = {
             "Rollback": Rule.of("tenant", roles=["publisher"]),
             "Promote": Rule.of("tenant", roles=["publisher"]),
             "FreezeAlias": _PUBLISH,
+            "StartCanary": Rule.of("tenant", roles=["publisher"]),
+            "GetCanary": _TENANT,
+            "StopCanary": Rule.of("tenant", roles=["publisher"]),
             "RetireVersion": _PUBLISH,
             "DeleteVersion": _PUBLISH,
             "DeleteAdapter": Rule.of("tenant", roles=["owner"]),
@@ -68,6 +71,7 @@ RULES: Rules = {
             "ListChanges": _NODE,
             "ReportVersion": _NODE,
             "LeaseQuotas": _NODE,
+            "ReportOutcomes": _NODE,
         },
     ),
 }

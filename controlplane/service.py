@@ -15,10 +15,12 @@ from controlplane.audit import Audit
 from controlplane.bases import Bases
 from controlplane.blob_grants import BlobGrants
 from controlplane.blobs import Blobs
+from controlplane.canaries import Canaries
 from controlplane.catalog import Catalog
 from controlplane.catalog_servicer import BaseServicer, CatalogServicer
 from controlplane.changes import ChangeFeed
 from controlplane.collector import Collector
+from controlplane.conductor import Conductor
 from controlplane.db import Database
 from controlplane.deletion import Deletion
 from controlplane.grants import Sharing
@@ -29,6 +31,7 @@ from controlplane.locate import Locator
 from controlplane.node_servicer import NodeServicer
 from controlplane.nodes import Nodes
 from controlplane.outbox import Relay, connect
+from controlplane.outcomes import Outcomes
 from controlplane.placement_servicer import PlacementServicer
 from controlplane.placer import Placer
 from controlplane.publish import Check, Publisher, PublishMetrics
@@ -65,6 +68,7 @@ class ControlPlane:
         publisher: Its use case of publishing.
         relay: Its relay of hints.
         collector: Removes from the store what no version owns.
+        conductor: Takes the steps of canaries.
         placer: Plans where adapters should be warm; None without Redis.
     """
 
@@ -82,6 +86,7 @@ class ControlPlane:
         self.collector = Collector(self.database, self.blobs, settings, registry=registry)
         check = check or self._jail
         assert check is not None
+        self.conductor = Conductor(self.database, settings, registry=registry)
         self.publisher = Publisher(self.database, self.blobs, settings, check=check, metrics=PublishMetrics(registry))
         node_servicer = NodeServicer(
             nodes=Nodes(self.database, vault, settings),
@@ -91,6 +96,7 @@ class ControlPlane:
             grants=BlobGrants(self.database, vault, self.blobs, lifetime_s=settings.grant_lifetime_s),
             blobs=self.blobs,
             quotas=QuotaLeases(self.database, vault, lifetime_s=settings.quota_lease_s),
+            outcomes=Outcomes(self.database),
         )
         services = [
             Service(
@@ -111,6 +117,7 @@ class ControlPlane:
                     CatalogServicer(
                         Catalog(self.database),
                         Aliases(self.database),
+                        Canaries(self.database),
                         Deletion(self.database, grace_s=settings.delete_grace_s),
                         self.publisher,
                     ),
@@ -144,6 +151,7 @@ class ControlPlane:
         self._tasks = [
             asyncio.create_task(self.relay.run(), name="relay"),
             asyncio.create_task(self.collector.run(), name="collector"),
+            asyncio.create_task(self.conductor.run(), name="conductor"),
         ]
         if self.placer is not None:
             self._tasks.append(asyncio.create_task(self.placer.run(), name="placer"))

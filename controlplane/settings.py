@@ -65,6 +65,7 @@ class Settings(BaseSettings):
         quarantine_reports: Nodes that must report a version before it is quarantined.
         relay_interval_s: Pause between looks into the outbox.
         placement_interval_s: Pause between revisions of the plan where adapters should be warm; it needs `redis_url`.
+        canary_interval_s: Pause between looks at canaries that run.
         change_retention_s: How long changes and stored answers are kept; at least a day.
         audit_retention_days: How long entries of the audit log are kept; 0: for ever, else at least 30 days.
         collect_interval_s: Pause between looks for files that no version owns.
@@ -118,6 +119,7 @@ class Settings(BaseSettings):
     quarantine_reports: Annotated[int, Field(ge=1, le=100)] = 1
     relay_interval_s: Annotated[float, Field(gt=0, le=60)] = 0.2
     placement_interval_s: Annotated[float, Field(gt=0, le=30)] = 5.0
+    canary_interval_s: Annotated[float, Field(gt=0, le=3600)] = 2.0
     change_retention_s: Annotated[float, Field(ge=86400)] = 2 * 86400.0
     audit_retention_days: Annotated[int, Field(ge=0, le=36500)] = 0
     collect_interval_s: Annotated[float, Field(gt=0, le=86400)] = 60.0

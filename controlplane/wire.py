@@ -6,10 +6,12 @@ import dataclasses
 import json
 from datetime import datetime
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from controlplane.audit import Entry
 from controlplane.bases import RegisteredBase
+from controlplane.canary_plan import Canary, Step
 from controlplane.catalog import Adapter, Alias, Version
 from controlplane.changes import Change, ChangeKind
 from controlplane.fallback import FallbackPolicy
@@ -17,10 +19,11 @@ from controlplane.grants import Grant
 from controlplane.limits import TenantLimits, TenantQuotas
 from controlplane.nodes import Node
 from controlplane.quotas import Amounts, Demand
+from controlplane.regression import Tally
 from controlplane.resolve import Caller, Resolution, Servable
 from controlplane.tenants import Key, Tenant
 from veneer.artifact import BaseDescription, TargetModule
-from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, tenants_pb2
+from veneer.controlplane.v1 import bases_pb2, canaries_pb2, catalog_pb2, nodes_pb2, tenants_pb2
 from veneer.reports import report_message
 
 _STATES = {
@@ -193,6 +196,43 @@ def alias_message(alias: Alias) -> catalog_pb2.Alias:
         update_time=timestamp(alias.update_time),
         frozen=alias.frozen,
     )
+
+
+def canary_message(canary: Canary) -> canaries_pb2.Canary:
+    """A canary as a message."""
+    return canaries_pb2.Canary(
+        adapter=canary.adapter,
+        alias=canary.alias,
+        version=canary.version,
+        stable_version=canary.stable,
+        steps=[
+            canaries_pb2.CanaryStep(
+                weight_percent=step.weight,
+                duration=Duration(nanos=round(step.duration_s % 1 * 1e9), seconds=int(step.duration_s)),
+                min_requests=step.min_requests,
+            )
+            for step in canary.steps
+        ],
+        step=canary.step,
+        generation=canary.alias_generation,
+        state=canaries_pb2.CanaryState.Value(f"CANARY_STATE_{canary.state}"),
+        reason=canary.reason,
+        version_counts=_counts_message(canary.version_tally),
+        stable_counts=_counts_message(canary.stable_tally),
+        evidence=canary.evidence,
+        create_time=timestamp(canary.create_time),
+        step_time=timestamp(canary.step_time),
+        end_time=timestamp(canary.end_time),
+    )
+
+
+def canary_step(message: canaries_pb2.CanaryStep) -> Step:
+    """A step of a schedule from a message."""
+    return Step(message.weight_percent, message.duration.ToMilliseconds() / 1000, message.min_requests)
+
+
+def _counts_message(tally: Tally) -> canaries_pb2.OutcomeCounts:
+    return canaries_pb2.OutcomeCounts(ok=tally.ok, failed=tally.failed)
 
 
 def adapter_message(adapter: Adapter) -> catalog_pb2.Adapter:

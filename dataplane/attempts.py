@@ -21,6 +21,13 @@ class NotReadyError(Exception):
         self.cause = cause
 
 
+class NotLoadedYetError(UnavailableError):
+    """The version is on its way: nothing is wrong with it."""
+
+    def __init__(self) -> None:
+        super().__init__("the version is not loaded yet", retry_after_s=1.0)
+
+
 class Attempt:
     """Owned by the request's handler, which closes it.
 
@@ -66,7 +73,7 @@ class Attempt:
                 return self._settle(first.result())
             refuse(claim)
             if not claim.loaded.done() and not first.done():
-                raise NotReadyError(UnavailableError("the version is not loaded yet", retry_after_s=1.0))
+                raise NotReadyError(NotLoadedYetError())
             try:
                 return self._settle(await first)
             except VeneerError:

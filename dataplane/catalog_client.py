@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,6 +98,19 @@ class Change:
     adapter: str
     version: str
     generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmOutcomes:
+    """How requests for an arm of a split ended since that was last told; see `veneer.controlplane.v1.ArmOutcomes`."""
+
+    owner: str
+    adapter: str
+    alias: str
+    generation: int
+    version: str
+    ok: int
+    failed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +265,12 @@ class CatalogClient:
     async def report_not_finite(self, version: str) -> None:
         """Reports that a version gave logits that are not finite."""
         await self._report(version, nodes_pb2.VERSION_FAULT_NOT_FINITE)
+
+    async def report_outcomes(self, epoch: str, sequence: int, outcomes: Sequence[ArmOutcomes]) -> None:
+        """Tells how requests ended; the same epoch and sequence again are counted once."""
+        told = [nodes_pb2.ArmOutcomes(**asdict(one)) for one in outcomes]
+        request = nodes_pb2.ReportOutcomesRequest(epoch=epoch, sequence=sequence, outcomes=told)
+        await self._call(self._nodes.ReportOutcomes(request, **self._common()))
 
     async def _report(self, version: str, fault: nodes_pb2.VersionFault.ValueType) -> None:
         request = nodes_pb2.ReportVersionRequest(version=version, fault=fault)

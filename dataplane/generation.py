@@ -19,7 +19,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from dataplane.attempts import Attempt, NotReadyError, refuse
+from dataplane.attempts import Attempt, NotLoadedYetError, NotReadyError, refuse
 from dataplane.binding import Binding, Served, activate, bind, bind_previous, previous_of
 from dataplane.choices import Choice, ChoiceStreams, sampling_of
 from dataplane.claims import Claim
@@ -28,6 +28,7 @@ from dataplane.fallback import FallbackMode, FallbackReason, Substitute, mode_of
 from dataplane.frontend.detokenizer import StopStrings
 from dataplane.frontend.prompts import Budget, Prompt, Prompts
 from dataplane.metrics import Metrics
+from dataplane.outcomes import Ending, Outcomes
 from dataplane.quotas import Admission, Quotas
 from dataplane.resolution import Answer, Arm, Caller, Resolution, Target, TenantLimits
 from dataplane.resolve_cache import Key, ResolveCache
@@ -144,6 +145,7 @@ class _Asked:
         submits: What the engine is told of each choice.
         started_s: When the request came, in monotonic seconds.
         submitted_s: When what is left of the deadline was measured.
+        ending: Counts how it ends.
     """
 
     request: GenerationRequest
@@ -154,6 +156,7 @@ class _Asked:
     submits: Sequence[Submit]
     started_s: float
     submitted_s: float
+    ending: Ending
 
     def patience_s(self, limit_s: float) -> float | None:
         """How long to wait for the version; None to the end."""
@@ -210,6 +213,7 @@ class Generator:
         quotas: What tenants may use at most in all.
         limits: Bounds of streams.
         tenant_limits: What a tenant may use at most of whom the catalogue says nothing else; None for no limit.
+        outcomes: Counts how requests ended; None: nobody asks.
     """
 
     def __init__(
@@ -224,6 +228,7 @@ class Generator:
         quotas: Quotas,
         limits: StreamLimits,
         tenant_limits: TenantLimits | None = None,
+        outcomes: Outcomes | None = None,
     ) -> None:
         self._resolver = resolver
         self._prompts = prompts
@@ -234,6 +239,7 @@ class Generator:
         self._quotas = quotas
         self._limits = limits
         self._tenant_limits = tenant_limits or TenantLimits()
+        self._outcomes = outcomes or Outcomes()
         self._streams: Counter[str] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -286,11 +292,12 @@ class Generator:
                 submits=self._submits(request, caller, budget, bound, grammar=grammar),
                 started_s=started_s,
                 submitted_s=time.monotonic(),
+                ending=self._outcomes.of(answer, bound.served),
             )
             self._expect_others(answer, bound.served)
             counts = (len(budget.ids), *[0] * (request.choice.n - 1))  # the choices of a request have one prompt
             timers = [self._metrics.timer(caller.tenant, started_s, prompt_tokens=count) for count in counts]
-            async with aclosing(self._answer(asked)) as parts:
+            async with aclosing(asked.ending.watch(self._answer(asked))) as parts:
                 async for part in parts:
                     self._metrics.saw(timers[part.choice], part.piece)
                     admission.saw(len(part.piece.ids))
@@ -305,6 +312,7 @@ class Generator:
                 instead = asked.instead()
                 if instead is None:
                     raise not_ready.cause from not_ready.cause.__cause__
+                asked.ending.could_not_load(not_ready.cause)
                 await attempt.close(is_expected=True)
                 attempt = self._try(asked, instead)
                 try:
@@ -346,7 +354,7 @@ class Generator:
         """A version is not there: nobody waits who does not want to, and what may take its place is brought too."""
         if asked.mode is FallbackMode.FAIL:
             if not claim.loaded.done():
-                raise UnavailableError("the version is not loaded yet", retry_after_s=1.0)
+                raise NotLoadedYetError
             try:
                 refuse(claim)
             except NotReadyError as not_ready:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Coroutine
@@ -26,6 +27,7 @@ from dataplane.lora.eviction import Recency
 from dataplane.lora.host_cache import HostCache
 from dataplane.metrics import Metrics
 from dataplane.options import engine_config, server_options
+from dataplane.outcomes import OutcomeReporter, Outcomes
 from dataplane.pins import PinLimits, Pins
 from dataplane.prefetcher import Prefetcher
 from dataplane.quotas import Quotas
@@ -144,6 +146,9 @@ class Node:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
+        if hasattr(self, "outcomes"):
+            with contextlib.suppress(VeneerError):
+                await self.outcomes.flush()
         if self._reporter is not None:
             await self._reporter.close()
         if hasattr(self, "pins"):
@@ -212,7 +217,10 @@ class Node:
         )
         self.prompts = Prompts(settings.model_dir, max_context=max_context, vocab_size=vocab_size)
         self.quotas = Quotas(self.client.lease_quotas, hard_age_s=settings.t_stale_s, on_refused=self.metrics.quota_refused)
+        outcomes = Outcomes()
+        self.outcomes = OutcomeReporter(outcomes, self.client.report_outcomes)
         self.generator = Generator(
+            outcomes=outcomes,
             resolver=self.resolver,
             prompts=self.prompts,
             loader=self.prefetcher,
@@ -292,6 +300,7 @@ class Node:
         self._spawn(self.supervisor.run(), "supervisor")
         self._spawn(self.quotas.run(), "quotas")
         self._spawn(self._rotate_key(), "node-key")
+        self._spawn(self.outcomes.run(), "outcomes")
         self._hints: HintSubscriber | None = None
         if settings.redis_url is not None:
             self._hints = HintSubscriber(

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import grpc
 
+from veneer.canary_calls import CanaryCalls
 from veneer.channel import ClientTls, typed_errors
-from veneer.connection import Connection, identified, typed
+from veneer.connection import identified, typed
 from veneer.controlplane.v1 import catalog_pb2, catalog_pb2_grpc, placement_pb2, placement_pb2_grpc, tenants_pb2
 from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, Violation
@@ -48,7 +49,7 @@ Event = generation_pb2.Served | generation_pb2.Echo | generation_pb2.Chunk | gen
 """What a stream is made of: first one `Served`, then an `Echo` where asked for, then `Chunk`s and a `Finish` for each choice."""
 
 
-class Client(Connection):
+class Client(CanaryCalls):
     """What a tenant's key can do; all addresses are those of the callers' listeners. Owned by one event loop.
 
     Of several data planes, a request goes to one that holds its adapter, as the control plane knows, and is well; to another one

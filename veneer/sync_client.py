@@ -133,6 +133,7 @@ class SyncClient(_Blocking[Client]):
     adapters = _blocking(Client.adapters)
     audit = _blocking(Client.audit)
     bases = _blocking(Client.bases)
+    canary = _blocking(Client.canary)
     create_grant = _blocking(Client.create_grant)
     create_key = _blocking(Client.create_key)
     delete_adapter = _blocking(Client.delete_adapter)
@@ -148,6 +149,8 @@ class SyncClient(_Blocking[Client]):
     rollback = _blocking(Client.rollback)
     set_alias = _blocking(Client.set_alias)
     set_fallback = _blocking(Client.set_fallback)
+    start_canary = _blocking(Client.start_canary)
+    stop_canary = _blocking(Client.stop_canary)
     versions = _blocking(Client.versions)
 
 

@@ -24,9 +24,19 @@ SERVICES = [
 AUDIT = {"ListKeys", "ListAudit"}
 KEYS = {"CreateKey", "RotateKey", "RevokeKey", "SetFallback"} | AUDIT
 SHARING = {"Publish", "RetireVersion", "DeleteVersion", "FreezeAlias", "CreateGrant", "RevokeGrant"}
-MOVING = {"SetAlias", "Rollback", "Promote"}
-READING = {"ListBases", "GetAdapter", "ListAdapters", "ListVersions", "ListGrants"}
-RUNNING = {"RotateNodeKey", "Resolve", "Introspect", "GrantBlobs", "ReadBlob", "ListChanges", "ReportVersion", "LeaseQuotas"}
+MOVING = {"SetAlias", "Rollback", "Promote", "StartCanary", "StopCanary"}
+READING = {"ListBases", "GetAdapter", "ListAdapters", "ListVersions", "ListGrants", "GetCanary"}
+RUNNING = {
+    "RotateNodeKey",
+    "Resolve",
+    "Introspect",
+    "GrantBlobs",
+    "ReadBlob",
+    "ListChanges",
+    "ReportVersion",
+    "ReportOutcomes",
+    "LeaseQuotas",
+}
 OPERATING = {
     "RegisterBase",
     "ListBases",

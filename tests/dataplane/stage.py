@@ -14,6 +14,7 @@ from dataplane.claims import Claim
 from dataplane.frontend.prompts import Prompts, TokenPrompt
 from dataplane.generation import GenerationRequest, Generator, Part, StreamLimits
 from dataplane.metrics import Metrics
+from dataplane.outcomes import Outcomes
 from dataplane.quotas import Demand, Leased, Quotas
 from dataplane.resolution import Answer, Target
 from dataplane.resolve_cache import Key, ResolveCache
@@ -73,6 +74,7 @@ class Stage:
         self.registry = CollectorRegistry()
         self.quotas = Quotas(lease_nothing)
         self.metrics = Metrics(self.registry, base_name="tiny")
+        self.outcomes = Outcomes()
         self.generator = self.build()
 
     def counter(self, name: str, **labels: str) -> float | None:
@@ -88,6 +90,7 @@ class Stage:
             base_digest=BASE,
             quotas=self.quotas,
             limits=self.limits,
+            outcomes=self.outcomes,
         )
 
     async def _ask(self, key: Key) -> Answer:

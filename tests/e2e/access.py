@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from tests.e2e.driving import greedy
 from tests.fixtures.adapters import AdapterFiles
 from veneer.artifact import BaseDescription
-from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, placement_pb2, tenants_pb2
+from veneer.controlplane.v1 import bases_pb2, canaries_pb2, catalog_pb2, nodes_pb2, placement_pb2, tenants_pb2
 from veneer.dataplane.v1 import admin_pb2
 from veneer.dataplane.v1 import generation_pb2 as pb
 
@@ -139,6 +139,16 @@ TABLE = {
         ),
         "Promote": Row(lambda s: catalog_pb2.PromoteRequest(adapter="tone", version=s.current, dry_run=True), OK, PD, NF, PD, PD),
         "FreezeAlias": Row(lambda s: catalog_pb2.FreezeAliasRequest(adapter="tone"), OK, PD, NF, PD, PD),
+        "StartCanary": Row(
+            lambda s: canaries_pb2.StartCanaryRequest(
+                adapter="tone", version=s.spare, steps=[canaries_pb2.CanaryStep(weight_percent=1)], dry_run=True
+            ),
+            *(OK, PD, NF, PD, PD),
+        ),
+        "GetCanary": Row(lambda s: canaries_pb2.GetCanaryRequest(adapter="tone", alias="tried"), OK, OK, NF, PD, PD),
+        "StopCanary": Row(
+            lambda s: canaries_pb2.StopCanaryRequest(adapter="tone", alias="tried", dry_run=True), OK, PD, NF, PD, PD
+        ),
         "DeleteVersion": Row(
             lambda s: catalog_pb2.DeleteVersionRequest(adapter="tone", version=s.spare, dry_run=True), OK, PD, NF, PD, PD
         ),
@@ -173,6 +183,16 @@ TABLE = {
         ),
         "LeaseQuotas": Row(  # let in, and without a ticket for the tenant
             lambda s: nodes_pb2.LeaseQuotasRequest(demands=[nodes_pb2.QuotaDemand(tenant="acme")]), PD, PD, PD, PD, PD
+        ),
+        "ReportOutcomes": Row(
+            lambda s: nodes_pb2.ReportOutcomesRequest(
+                epoch=str(uuid.uuid4()),
+                sequence=1,
+                outcomes=[
+                    nodes_pb2.ArmOutcomes(owner="acme", adapter="tone", alias="tried", generation=2, version=s.spare, ok=1)
+                ],
+            ),
+            *(PD, PD, PD, OK, PD),
         ),
     },
     "veneer.dataplane.v1.GenerationService": {

@@ -23,9 +23,10 @@ from tests.e2e.conftest import Publish, Secrets
 from tests.e2e.driving import greedy
 from tests.fixtures.adapters import AdapterFiles, make_adapter_folder
 from veneer.artifact import BaseDescription
+from veneer.canary_calls import CanaryStep
 from veneer.channel import bearer
 from veneer.client import Client
-from veneer.controlplane.v1 import catalog_pb2, nodes_pb2, nodes_pb2_grpc, tenants_pb2
+from veneer.controlplane.v1 import canaries_pb2, catalog_pb2, nodes_pb2, nodes_pb2_grpc, tenants_pb2
 from veneer.dataplane.v1 import generation_pb2 as pb
 from veneer.local.stack import LocalStack
 from veneer.operator_client import OperatorClient
@@ -48,10 +49,13 @@ async def scene(
     tmp_path: Path,
 ) -> Scene:
     spare = (await publish(acme, "B", adapter="tone")).version.digest
+    tried = (await publish(acme, "C", adapter="tone")).version.digest
     current = (await publish(acme, "A", adapter="tone", alias="stable")).version.digest
     await acme.set_alias("tone", {spare: 1}, alias="turned")
     await acme.set_alias("tone", {current: 1}, alias="turned")
     await acme.set_alias("tone", {current: 1}, alias="turned")
+    await acme.set_alias("tone", {tried: 1}, alias="tried")
+    await acme.start_canary("tone", current, [CanaryStep(1, 3600, 1000)], alias="tried")
     await acme.create_grant("tone", "strict")
     caller, revoked, throwaway = [await acme.create_key(roles=["caller"]) for _ in range(3)]
     await acme.revoke_key(revoked.key.id)
@@ -225,6 +229,15 @@ def _pairs(scene: Scene) -> list[Pair]:
         both(catalog, "RetireVersion", c.RetireVersionRequest, {"adapter": "own", "version": scene.spare}, {"version": _NOWHERE}),
         both(catalog, "Promote", c.PromoteRequest, {"adapter": "tone", "version": scene.current}, {"adapter": "none"}),
         both(catalog, "FreezeAlias", c.FreezeAliasRequest, {"adapter": "tone"}, {"adapter": "none"}),
+        both(
+            catalog,
+            "StartCanary",
+            canaries_pb2.StartCanaryRequest,
+            {"adapter": "tone", "version": scene.spare, "steps": [canaries_pb2.CanaryStep(weight_percent=1)]},
+            {"adapter": "none"},
+        ),
+        both(catalog, "GetCanary", canaries_pb2.GetCanaryRequest, {"adapter": "tone", "alias": "tried"}, {"adapter": "none"}),
+        both(catalog, "StopCanary", canaries_pb2.StopCanaryRequest, {"adapter": "tone", "alias": "tried"}, {"adapter": "none"}),
         both(catalog, "DeleteVersion", c.DeleteVersionRequest, {"adapter": "tone", "version": scene.spare}, {"adapter": "none"}),
         both(catalog, "DeleteVersion", c.DeleteVersionRequest, {"adapter": "own", "version": scene.spare}, {"version": _NOWHERE}),
         both(catalog, "DeleteAdapter", c.DeleteAdapterRequest, {"adapter": "tone", "force": True}, {"adapter": "none"}),

@@ -20,6 +20,7 @@ from veneer.dataplane.v1 import admin_pb2, generation_pb2
 ROOT = Path(__file__).resolve().parents[2]
 DIGEST = "0123456789abcdef" * 4
 UUID = "123e4567-e89b-42d3-a456-426614174000"
+OUTCOME = nodes_pb2.ArmOutcomes(owner="acme", adapter="tone", alias="stable", version=DIGEST)
 
 
 def api_files() -> list[FileDescriptor]:
@@ -153,6 +154,7 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         (sampling(min_p=1.5), "sampling.min_p", "float.gte_lte"),
         (sampling(repetition_penalty=0), "sampling.repetition_penalty", "float.gt_lte"),
         (tenants_pb2.TenantLimits(max_arena_bytes=1 << 60), "max_arena_bytes", "uint64.lte"),
+        (nodes_pb2.ReportOutcomesRequest(epoch=UUID, sequence=0, outcomes=[OUTCOME]), "sequence", "uint64.gte_lte"),
         # enums
         (part(file=99), "file", "enum.defined_only"),
         (part(file=0), "file", "enum.not_in"),

@@ -31,6 +31,7 @@ NEVER_REPEATED = {
     "NodeService/ListChanges",
     "NodeService/ReportVersion",
     "NodeService/LeaseQuotas",
+    "NodeService/ReportOutcomes",
     "AdminService/Drain",
     "AdminService/WatchResidency",  # who comes back says where it was
 }

@@ -163,7 +163,7 @@ def rollback(
 
     async def run() -> catalog_pb2.Alias:
         async with target.client() as client:
-            version = (await _find_versions(client, adapter, [to]))[0] if to else ""
+            version = (await find_versions(client, adapter, [to]))[0] if to else ""
             return await client.rollback(adapter, alias=alias, version=version, expected_generation=expected)
 
     say(f"rolled back: {_alias_text(asyncio.run(run()))}")
@@ -175,7 +175,7 @@ def retire(context: typer.Context, adapter: AdapterName, version: Annotated[str,
 
     async def run() -> catalog_pb2.Version:
         async with target.client() as client:
-            [digest] = await _find_versions(client, adapter, [version])
+            [digest] = await find_versions(client, adapter, [version])
             return await client.retire(adapter, digest)
 
     retired = asyncio.run(run())
@@ -196,7 +196,7 @@ def promote(
 
     async def run() -> catalog_pb2.Alias:
         async with target.client() as client:
-            digest = (await _find_versions(client, adapter, [version]))[0] if version else ""
+            digest = (await find_versions(client, adapter, [version]))[0] if version else ""
             return await client.promote(adapter, alias=alias, source=source, version=digest, dry_run=dry_run)
 
     say(f"{'would be ' if dry_run else ''}promoted: {_alias_text(asyncio.run(run()))}")
@@ -228,7 +228,7 @@ def delete(
             if not version:
                 gone = await client.delete_adapter(adapter, force=force, dry_run=dry_run)
                 return f"{adapter} with {gone.num_versions} versions", gone.aliases
-            [digest] = await _find_versions(client, adapter, [version])
+            [digest] = await find_versions(client, adapter, [version])
             deleted = await client.delete_version(adapter, digest, force=force, dry_run=dry_run)
             return f"{adapter} version {deleted.version.number}", deleted.aliases
 
@@ -249,7 +249,7 @@ def _freeze(target: Target, adapter: str, *, alias: str, frozen: bool) -> None:
 def _set_alias(target: Target, adapter: str, arms: list[tuple[str, int]], *, alias: str, expected: int | None) -> None:
     async def run() -> catalog_pb2.Alias:
         async with target.client() as client:
-            digests = await _find_versions(client, adapter, [version for version, _ in arms])
+            digests = await find_versions(client, adapter, [version for version, _ in arms])
             weights = dict(zip(digests, (weight for _, weight in arms), strict=True))
             if len(weights) < len(arms):
                 raise InvalidArgumentError.of([Violation("arms", "a version is named twice")])
@@ -258,7 +258,7 @@ def _set_alias(target: Target, adapter: str, arms: list[tuple[str, int]], *, ali
     say(_alias_text(asyncio.run(run())))
 
 
-async def _find_versions(client: Client, adapter: str, wanted: Iterable[str]) -> list[str]:
+async def find_versions(client: Client, adapter: str, wanted: Iterable[str]) -> list[str]:
     """Digests of versions that are named by number, digest, or the beginning of a digest."""
     known = await client.versions(adapter)
     digests = []

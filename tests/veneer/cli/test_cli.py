@@ -78,6 +78,18 @@ def served(outcome: Outcome) -> dict[str, object]:
     return found
 
 
+def test_a_canary_is_started_shown_and_stopped(veneer: Run, make_folder: Callable[[int], Path]) -> None:
+    for seed in (11, 12):
+        ok(veneer("publish", make_folder(seed), "--adapter", "detour"))
+    assert "running" in ok(veneer("canary", "start", "detour", "2", "--dry-run"))
+    ok(veneer("canary", "start", "detour", "2", "--step", "5%:10m:100", "--step", "50:1h"))
+    shown = json.loads(ok(veneer("canary", "show", "detour", "--json")))
+    assert (shown["state"], shown["steps"][0]["duration"]) == ("CANARY_STATE_RUNNING", "600s")
+    assert "stopped (it was asked to stop)" in ok(veneer("canary", "stop", "detour"))
+    refused = veneer("canary", "start", "detour", "2", "--step", "5")
+    assert (refused.status, "PERCENT:TIME" in refused.err) == (1, True)
+
+
 def test_text_goes_to_standard_output_and_what_served_it_beside(veneer: Run) -> None:
     outcome = veneer("generate", "hello", "--max-tokens", 4, "--temperature", 0, "--raw", "--priority", 9)
     assert "[base]" in outcome.err
