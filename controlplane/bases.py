@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Row, or_, select
+from sqlalchemy import Row, or_, select, tuple_
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
 from controlplane.db import OPERATOR, PUBLIC, Database
+from controlplane.paging import page_limit, page_start, page_token
 from veneer.artifact import BaseDescription, TargetModule
 from veneer.errors import AlreadyExistsError, NotFoundError
 
@@ -53,12 +54,19 @@ class Bases:
             stored = (await connection.execute(select(models.bases).where(models.bases.c.digest == base.digest))).one()
         return _base(stored)
 
-    async def all(self) -> list[RegisteredBase]:
-        """All bases, newest first."""
-        order = (models.bases.c.create_time.desc(), models.bases.c.digest)
+    async def page(self, *, page_size: int, token: str) -> tuple[list[RegisteredBase], str]:
+        """A page of bases, newest first, and the next page's token."""
+        limit = page_limit(page_size)
+        start = page_start("bases", token, kinds=[datetime, str])
+        columns = models.bases.c
+        query = select(models.bases).order_by(columns.create_time.desc(), columns.digest.desc()).limit(limit + 1)
+        if start is not None:
+            query = query.where(tuple_(columns.create_time, columns.digest) < tuple(start))
         async with self._database.transaction(PUBLIC) as connection:
-            rows = (await connection.execute(select(models.bases).order_by(*order))).all()
-        return [_base(row) for row in rows]
+            rows = (await connection.execute(query)).all()
+        bases = [_base(row) for row in rows[:limit]]
+        last = rows[limit - 1] if len(rows) > limit else None
+        return bases, "" if last is None else page_token("bases", [last.create_time, last.digest])
 
     async def find(self, digest_or_name: str) -> BaseDescription:
         """The base with this digest or name.

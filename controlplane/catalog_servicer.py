@@ -46,7 +46,8 @@ class BaseServicer(bases_pb2_grpc.BaseServiceServicer):
 
     async def ListBases(self, request: bases_pb2.ListBasesRequest, context: _Context) -> bases_pb2.ListBasesResponse:
         """See the API."""
-        return bases_pb2.ListBasesResponse(bases=map(base_message, await self._bases.all()))
+        bases, token = await self._bases.page(page_size=request.page_size, token=request.page_token)
+        return bases_pb2.ListBasesResponse(bases=map(base_message, bases), next_page_token=token)
 
 
 class CatalogServicer(catalog_pb2_grpc.CatalogServiceServicer):

@@ -32,6 +32,7 @@ _WATCH_S = 300.0
 """A watch ends after this, and its reader comes back with its position: so its credential is asked for again."""
 _SILENCE_S = 5.0
 _VERSIONS_IN_MESSAGE = 4000
+_MAX_TENANTS = 1000
 
 
 _CIRCUITS = {
@@ -122,6 +123,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             mean_store_load_s=self._metrics.mean_load_s("store", "host"),
             mean_device_load_s=self._metrics.mean_load_s("host", "device"),
             failing=map(_failing, self._unloader.circuits()),
+            tenants=[
+                admin_pb2.TenantStreams(tenant=tenant, streams=count)
+                for tenant, count in self._generator.busiest_tenants(_MAX_TENANTS)
+            ],
         )
 
     async def WatchResidency(  # noqa: N802

@@ -245,6 +245,10 @@ class Generator:
         self._idle.set()
         self.draining = False
 
+    def busiest_tenants(self, max_tenants: int) -> list[tuple[str, int]]:
+        """Tenants with streams that run, and how many; those with the most first."""
+        return self._streams.most_common(max_tenants)
+
     @property
     def num_streams(self) -> int:
         """Streams that run."""

@@ -79,8 +79,8 @@ class Connection:
 
     async def bases(self) -> list[bases_pb2.Base]:
         """All registered bases, newest first."""
-        response = await self._ask(self._bases.ListBases, bases_pb2.ListBasesRequest())
-        return list(response.bases)
+        stub = self._bases
+        return await self._all(lambda token: self._ask(stub.ListBases, bases_pb2.ListBasesRequest(page_token=token)), "bases")
 
     async def create_key(
         self, *, roles: Sequence[str], tenant: str = "", label: str = "", lifetime_s: float | None = None, request_id: str = ""

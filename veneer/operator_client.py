@@ -10,7 +10,7 @@ from veneer.channel import typed_errors
 from veneer.connection import Connection, identified, typed
 from veneer.controlplane.v1 import bases_pb2, nodes_pb2, nodes_pb2_grpc, tenants_pb2
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc
-from veneer.errors import UnavailableError
+from veneer.errors import InvalidArgumentError, UnavailableError, Violation
 
 _AGAIN_S = 1.0
 
@@ -24,6 +24,8 @@ class OperatorClient(Connection):
 
     @property
     def _admin(self) -> admin_pb2_grpc.AdminServiceAsyncStub:
+        if "," in self._addresses["data"]:
+            raise InvalidArgumentError.of([Violation("data", "names several data planes, and this is about one: name it alone")])
         return admin_pb2_grpc.AdminServiceStub(self._channel("data"))
 
     async def register_base(self, base: BaseDescription) -> bases_pb2.Base:

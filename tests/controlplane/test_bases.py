@@ -39,6 +39,21 @@ async def test_bases_are_listed_newest_first(world: World) -> None:
     assert [one.name for one in listed] == ["base-2", "base-1", "base-0"]
 
 
+async def test_bases_come_in_pages(world: World) -> None:
+    for number in range(5):
+        await world.base(tiny_base(f"{number}" * 64, f"base-{number}"))
+    names, token = list[list[str]](), ""
+    while True:
+        page = await world.operator.bases.ListBases(bases_pb2.ListBasesRequest(page_size=2, page_token=token))
+        names.append([one.name for one in page.bases])
+        token = page.next_page_token
+        if not token:
+            break
+    assert names == [["base-4", "base-3"], ["base-2", "base-1"], ["base-0"]]
+    wrong = bases_pb2.ListBasesRequest(page_token="bm9uZQ==")
+    assert (await refused(world.operator.bases.ListBases(wrong)))[0] == grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_vocabulary_beyond_an_integer_of_postgres_is_kept(world: World) -> None:
     await world.base(dataclasses.replace(tiny_base(), vocab_size=2**32 - 1, max_context=2**32 - 1))
     (listed,) = (await world.operator.bases.ListBases(bases_pb2.ListBasesRequest())).bases

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from veneer.cli import canaries, catalog, checking, generation, nodes, operations, pins, stack, tenants
-from veneer.cli.output import print_error
+from veneer.cli import audit, canaries, catalog, checking, generation, nodes, operations, pins, stack, tenants, top
+from veneer.cli.output import print_error, print_fault
 from veneer.cli.target import DEFAULT_STATE, Target
 from veneer.errors import VeneerError
 
@@ -18,7 +18,6 @@ app = typer.Typer(
     help="Serve thousands of fine-tunes of one language model from one copy of its weights.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 _GROUP = "Where to and as whom (else what `veneer up` started)"
 
@@ -45,7 +44,12 @@ def options(
         str, typer.Option(envvar="VENEER_CONTROL_OPERATORS", help="Control plane's operator listener.", rich_help_panel=_GROUP)
     ] = "",
     data_operators: Annotated[
-        str, typer.Option(envvar="VENEER_DATA_OPERATORS", help="Data plane's operator listener.", rich_help_panel=_GROUP)
+        str,
+        typer.Option(
+            envvar="VENEER_DATA_OPERATORS",
+            help="Data plane's operator listener; for `top` several with commas between.",
+            rich_help_panel=_GROUP,
+        ),
     ] = "",
     ca: Annotated[
         Path | None, typer.Option(envvar="VENEER_CA", help="PEM authorities; turns on TLS.", rich_help_panel=_GROUP)
@@ -70,6 +74,8 @@ def options(
 app.command("up")(stack.up)
 app.command("down")(stack.down)
 app.command("status")(operations.status)
+app.command("top")(top.top)
+app.command("audit")(audit.audit)
 app.command("check")(checking.check)
 app.command("publish")(catalog.publish)
 app.command("adapters")(catalog.adapters)
@@ -98,9 +104,12 @@ app.add_typer(tenants.grants, name="grant", help="Which other tenants may use an
 def main() -> None:
     """Runs the command; the exit status is 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C."""
     try:
-        app()
+        app(prog_name="veneer")  # what a shell completes, however the command was started
     except VeneerError as error:
         print_error(error)
+        sys.exit(1)
+    except OSError as error:
+        print_fault(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -24,6 +24,13 @@ _HINTS = {
     "UNAVAILABLE": "Is it running? `veneer status` tells, `veneer up` starts it here, --control and --data name others.",
     "ABORTED": "Somebody else moved it first. Look again and repeat.",
     "NOT_FOUND": "`veneer adapters` lists what your tenant has, `veneer grant list` what others share with it.",
+    "ALREADY_EXISTS": "`veneer adapters`, `veneer versions` and `list` show what there is; choose another name, or use that.",
+    "FAILED_PRECONDITION": "`veneer adapters` and `veneer versions ADAPTER` show how things stand; put that right and repeat.",
+    "RESOURCE_EXHAUSTED": "Wait and repeat; if it stays, an operator can raise it: `veneer tenant limit`, `veneer tenant quota`.",
+    "DEADLINE_EXCEEDED": "It took longer than it may. `veneer status` shows the load; repeat, or give it more time.",
+    "DATA_LOSS": "The stored files are damaged. Publish the adapter again, under a new version.",
+    "INTERNAL": "That is a fault of the service. Its log names the request; repeat, and tell its operator if it stays.",
+    "INVALID_ARGUMENT": "Mend that and repeat; `--help` after the command says what it takes.",
 }
 _WITHOUT_CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
@@ -90,6 +97,11 @@ def print_error(error: VeneerError) -> None:
         note(f"Try again in {error.retry_after_s:g} s.")
     elif error.status in _HINTS:
         note(_HINTS[error.status])
+
+
+def print_fault(text: str) -> None:
+    """Prints what went wrong on this machine."""
+    error_console.print(f"error: {plain(text)}", style="bold red", markup=False, highlight=False, soft_wrap=True)
 
 
 def short(digest: str) -> str:

@@ -10,6 +10,7 @@ from veneer.client import Client
 from veneer.errors import UnauthenticatedError
 from veneer.local.state import StackState, read_state
 from veneer.operator_client import OperatorClient
+from veneer.replicas import read_addresses
 
 DEFAULT_STATE = Path.home() / ".local" / "state" / "veneer"
 
@@ -59,8 +60,8 @@ class Target:
         data = self.data or (state.data if state else "127.0.0.1:7700")
         return Client(control=control, data=data, key=key, tls=self._tls)
 
-    def operator(self) -> OperatorClient:
-        """A client with the operator's key.
+    def operator(self, *, data: str = "") -> OperatorClient:
+        """A client with the operator's key, of the data plane at an address or, without one, of the data planes that were named.
 
         Raises:
             UnauthenticatedError: There is no key.
@@ -70,8 +71,13 @@ class Target:
         if not key:
             raise UnauthenticatedError("there is no operator key: give --operator-key or set VENEER_OPERATOR_KEY")
         control = self.control_operators or (state.control_operators if state else "127.0.0.1:7601")
-        data = self.data_operators or (state.data_operators if state else "127.0.0.1:7701")
-        return OperatorClient(control=control, data=data, key=key, tls=self._tls)
+        return OperatorClient(control=control, data=data or ",".join(self.operator_addresses), key=key, tls=self._tls)
+
+    @property
+    def operator_addresses(self) -> list[str]:
+        """Where the operators' listeners of the data planes are."""
+        state = self.state
+        return read_addresses(self.data_operators or (state.data_operators if state else "127.0.0.1:7701"))
 
     @property
     def _tls(self) -> ClientTls | None:

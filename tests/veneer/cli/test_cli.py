@@ -126,6 +126,20 @@ def test_another_tenant_uses_a_granted_adapter_and_no_other(veneer: Run, make_fo
     assert "32 rank rows" in ok(veneer("tenant", "list"))
 
 
+def test_a_key_is_rotated_and_its_auditor_reads_who_did_it(veneer: Run) -> None:
+    ok(veneer("tenant", "create", "audited"))
+    first = json.loads(ok(veneer("key", "create", "--tenant", "audited", "--role", "auditor", "--json")))
+    second = ok(veneer("key", "rotate", first["key"]["id"], "--tenant", "audited", "--overlap-s", 60)).strip()
+    for secret in (first["secret"], second):
+        told = ok(veneer("--key", secret, "audit"))
+        assert "update keys" in told
+        assert "operator " in told
+    assert json.loads(ok(veneer("audit", "--tenant", "audited", "--json", "--limit", 1)))[0]["object"] == "keys"
+    assert "insert bases" in ok(veneer("audit", "--installation", "--limit", 1000))
+    refused = veneer("--key", second, "key", "create", "--role", "caller")
+    assert (refused.status, "PERMISSION_DENIED" in refused.err) == (1, True)
+
+
 def test_status_shows_health_and_residency(veneer: Run) -> None:
     out = ok(veneer("status"))
     assert out.count("SERVING at 127.0.0.1") == 2

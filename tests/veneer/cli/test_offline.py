@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ import pytest
 from tests.fixtures.adapters import make_adapter_folder
 from tests.veneer.cli.conftest import Run
 from veneer.artifact import BaseDescription
+from veneer.cli.audit import changed
 from veneer.cli.output import plain, print_error, size
 from veneer.cli.target import Target
-from veneer.errors import InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError, Violation
+from veneer.errors import InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError, VeneerError, Violation
 from veneer.local.state import StackState, write_state
 
 KEY = "vnr_" + "k" * 43
@@ -90,7 +92,7 @@ def test_down_without_a_stack_says_so(run: Run, tmp_path: Path) -> None:
 
 def test_a_wrong_role_is_refused_before_anything_is_sent(run: Run, tmp_path: Path) -> None:
     outcome = run("--state", tmp_path, "--key", KEY, "key", "create", "--role", "admin")
-    assert "`admin` is no role; there are caller, owner, publisher" in outcome.err
+    assert "`admin` is no role; there are auditor, caller, owner, publisher" in outcome.err
 
 
 def test_wrong_usage_is_status_two(run: Run) -> None:
@@ -127,3 +129,51 @@ def test_a_retry_delay_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_sizes_are_for_people(bytes_: int, text: str) -> None:
     assert size(bytes_) == text
+
+
+@pytest.mark.parametrize(
+    ("shell", "words"),
+    [
+        ("bash", {"COMP_WORDS": "veneer key r", "COMP_CWORD": "2"}),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "veneer key r"}),
+        ("fish", {"_TYPER_COMPLETE_ARGS": "veneer key r", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+    ],
+)
+def test_a_shell_completes_commands(run: Run, monkeypatch: pytest.MonkeyPatch, shell: str, words: dict[str, str]) -> None:
+    monkeypatch.setenv("_VENEER_COMPLETE", f"complete_{shell}")
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    outcome = run()
+    assert outcome.status == 0
+    assert {"revoke", "rotate"} <= set(re.findall("[a-z]+", outcome.out))
+    assert "create" not in re.findall("[a-z]+", outcome.out.split("Create")[0])
+
+
+def test_the_completion_of_a_shell_can_be_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    outcome = run("--show-completion", "bash")
+    assert outcome.status == 0
+    assert "_VENEER_COMPLETE=complete_bash" in outcome.out
+
+
+def test_every_family_of_errors_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    for family in VeneerError.__subclasses__():
+        print_error(family("something"))
+        error, _, hint = capsys.readouterr().err.partition("\n")
+        assert error == f"error: {family.status}: something"
+        assert hint.strip(), family.status
+
+
+def test_a_file_that_cannot_be_read_is_named_without_a_traceback(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "stack").write_text("a file where a folder should be")
+    outcome = run("--state", tmp_path / "stack" / "below", "up", "--model", tmp_path)
+    assert outcome.status == 1
+    assert "Traceback" not in outcome.err
+    assert str(tmp_path) in outcome.err
+
+
+def test_a_change_is_told_in_words() -> None:
+    was = {"tenant": "acme", "adapter": "tone", "name": "stable", "generation": 1, "update_time": "a", "frozen": False}
+    assert changed(json.dumps(was), json.dumps({**was, "generation": 2, "update_time": "b"})) == "tone/stable: generation 1 → 2"
+    assert changed("", json.dumps({"name": "tone", "frozen": False, "create_time": "a"})) == "name tone"
+    assert changed(json.dumps({"digest": "d" * 90}), "") == f"digest {'d' * 59}…"
