@@ -155,6 +155,8 @@ class Node:
             self.pins.close()
         if hasattr(self, "prefetcher"):
             await self.prefetcher.close()
+        if hasattr(self, "store"):
+            self.store.close()
         if hasattr(self, "supervisor"):
             await self.supervisor.stop()
         if hasattr(self, "prompts"):
@@ -171,7 +173,7 @@ class Node:
             max_bytes=settings.host_cache_budget,
             policy=Recency() if settings.eviction == "lru" else None,
         )
-        store = AdapterStore(
+        self.store = AdapterStore(
             self.client,
             cache=self.cache,
             on_evicted=self._on_evicted,
@@ -191,7 +193,7 @@ class Node:
         self.residency = ResidencyFeed(self.cache)
         self.unloads = Unloads(self.metrics)
         self.prefetcher = Prefetcher(
-            store=store,
+            store=self.store,
             cache=self.cache,
             engine=self.supervisor,
             may_serve=self.client.grant_blobs,

@@ -12,6 +12,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from dataplane.lora.coding import ITEM_BYTES
 from dataplane.lora.host_cache import HostCache
 from dataplane.lora.image import ALIGN_BYTES, Image, ImageError, LossyAdapterError, build_image, check_loss
 from dataplane.lora.image_file import write_image
+from dataplane.signed_urls import SignedReads
 from dataplane.transfer import (
     CorruptVersionError,
     Files,
@@ -37,6 +39,7 @@ from veneer.errors import UnavailableError, VeneerError
 
 _log = logging.getLogger(__name__)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_MAX_SIGNED_READS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +106,11 @@ class AdapterStore:
         self._observe = observe
         self._fetches = asyncio.Semaphore(limits.max_fetches)
         self._builds = asyncio.Semaphore(limits.max_builds)
+        self._builders = ThreadPoolExecutor(limits.max_builds, thread_name_prefix="image-builds")
+        self._signed = SignedReads(min(2 * limits.max_fetches, _MAX_SIGNED_READS))  # a version has two files
         self._transfer = Transfer(
             source,
+            self._signed,
             base_digest=base.digest,
             folder=folder,
             limits=TransferLimits(
@@ -120,6 +126,11 @@ class AdapterStore:
         self.num_corrupt = 0
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)
+
+    def close(self) -> None:
+        """Lets the threads end."""
+        self._signed.close()
+        self._builders.shutdown(wait=False, cancel_futures=True)
 
     async def fetch(self, version: str, *, pace: Pace = at_once, is_ahead: Callable[[], bool] = bool) -> Path:
         """Brings the version's image into the cache, whole or not at all, and returns where it lies.
@@ -173,7 +184,7 @@ class AdapterStore:
         started_s = time.monotonic()
         evicted: list[str] = []
         try:
-            await in_thread(partial(self._lay_out, version, files, is_ahead, evicted))
+            await in_thread(partial(self._lay_out, version, files, is_ahead, evicted), self._builders)
         except (ArtifactError, ImageError) as error:
             _log.error("a version that was published cannot be loaded", extra={"version": version, "cause": error.message})
             why = f": {error.message}" if isinstance(error, LossyAdapterError) else ""

@@ -9,6 +9,7 @@ import random
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Executor
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from types import TracebackType
 from typing import BinaryIO, Protocol, Self, TypeVar, cast
 
 from dataplane.catalog_client import Blob, Grant
-from dataplane.signed_urls import read_signed
+from dataplane.signed_urls import SignedReads
 from veneer.artifact import version_digest
 from veneer.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError, UnavailableError
 
@@ -109,6 +110,7 @@ class Transfer:
 
     Args:
         source: Where the bytes come from.
+        signed: Reads what has a signed address.
         base_digest: The base that this node serves.
         folder: Where large files lie without a name.
         limits: Bounds.
@@ -116,9 +118,17 @@ class Transfer:
     """
 
     def __init__(
-        self, source: Source, *, base_digest: str, folder: Path, limits: TransferLimits, observe: Callable[[str, float], None]
+        self,
+        source: Source,
+        signed: SignedReads,
+        *,
+        base_digest: str,
+        folder: Path,
+        limits: TransferLimits,
+        observe: Callable[[str, float], None],
     ) -> None:
         self._source = source
+        self._signed = signed
         self._base_digest = base_digest
         self._folder = folder
         self._limits = limits
@@ -197,7 +207,9 @@ class Transfer:
             try:
                 transfer: AsyncIterator[bytes]
                 if by_url and blob.url and attempt == 0:
-                    transfer = read_signed(blob.url, offset=size_bytes, size_bytes=blob.size_bytes, idle_s=self._limits.idle_s)
+                    transfer = self._signed.read(
+                        blob.url, offset=size_bytes, size_bytes=blob.size_bytes, idle_s=self._limits.idle_s
+                    )
                 else:
                     transfer = self._source.read_blob(grant, blob, offset=size_bytes, idle_s=self._limits.idle_s)
                 async with aclosing(transfer):  # type: ignore[type-var]
@@ -235,9 +247,14 @@ async def _all(transfers: Iterable[Callable[[], Coroutine[None, None, None]]]) -
         await asyncio.wait(tasks)
 
 
-async def in_thread(work: Callable[[], _T]) -> _T:
-    """Runs work on another thread and returns when it has ended, even when cancelled: what it uses may be closed then."""
-    call = asyncio.ensure_future(asyncio.to_thread(work))
+async def in_thread(work: Callable[[], _T], threads: Executor | None = None) -> _T:
+    """Runs work on another thread and returns when it has ended, even when cancelled: what it uses may be closed then.
+
+    Args:
+        work: What to do; briefly, unless there are threads for it.
+        threads: Threads for this kind of work; None for those that the process has for all that is brief.
+    """
+    call = asyncio.get_running_loop().run_in_executor(threads, work)
     try:
         return await asyncio.shield(call)
     except asyncio.CancelledError:

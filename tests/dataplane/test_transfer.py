@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataplane import transfer as transfer_module
+from dataplane.signed_urls import SignedReads
 from dataplane.transfer import CorruptVersionError, Transfer, TransferLimits, WithdrawnVersionError, in_thread
 from tests.dataplane.doubles import FolderSource, until
 from tests.fixtures.adapters import make_adapter_folder
@@ -26,7 +27,9 @@ def source(tmp_path: Path, tiny_base: BaseDescription) -> FolderSource:
 def reading(source: FolderSource, folder: Path) -> Transfer:
     limits = TransferLimits(max_config_bytes=1 << 20, max_weights_bytes=1 << 20, max_resumes=2, backoff_s=0.001)
     base_digest = source.grant.base_digest
-    return Transfer(source, base_digest=base_digest, folder=folder, limits=limits, observe=lambda part, seconds: None)
+    return Transfer(
+        source, SignedReads(2), base_digest=base_digest, folder=folder, limits=limits, observe=lambda part, seconds: None
+    )
 
 
 @pytest.mark.parametrize(("in_memory", "window"), [(1 << 20, 1 << 20), (0, 1 << 20), (0, 1500), (1 << 20, 1)])
