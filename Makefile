@@ -35,7 +35,7 @@ test-long: $(STUBS) ## every suite with the slow tests
 	@$(BIN)/python tests/run.py --long
 
 aot: $(INSTALLED) ## compile the GPU kernels without a GPU and check the code; TRITON=3.6.0 takes that version
-	@other=$(if $(TRITON),$$($(BIN)/python tests/triton_environment.py $(TRITON))); \
+	@other=$(if $(TRITON),$$($(BIN)/python tests/other_versions.py triton $(TRITON))); \
 		$(if $(TRITON),PYTHONPATH=$$other) $(BIN)/python -m kernels.aot
 
 docker-test: $(STUBS) ## build the images, start compose.yaml, try it from outside, take it down

@@ -108,7 +108,7 @@ class Settings(BaseSettings):
     arena_bytes: Annotated[int, Field(ge=0)] = 0
     arena_unit_bytes: Annotated[int, Field(ge=4096)] = 64 * 1024
     max_slots: Annotated[int, Field(ge=1, le=65536)] = 64
-    max_rank: Annotated[int, Field(ge=1, le=1024)] = 64
+    max_rank: Annotated[int, Field(ge=1, le=1024)] = 256
     max_step_rank_rows: Annotated[int, Field(ge=16, le=1 << 20)] = 1024
     max_context: Annotated[int, Field(ge=0)] = 0
     max_waiting: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000

@@ -28,6 +28,7 @@ class Suite:
         paths: Folders and files, as arguments of pytest.
         budget_s: Time that the suite should take without its slow tests.
         workers: Processes to share the tests among; 0 runs them in one.
+        postgres: Version of Postgres that it runs on, instead of the installed one; such a suite is run with `--long` alone.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Suite:
     paths: tuple[str, ...]
     budget_s: int
     workers: int = 0
+    postgres: str = ""
 
 
 SUITES = (
@@ -47,6 +49,8 @@ SUITES = (
     ),
     Suite("gpu", "not oracle and not e2e", ("tests/kernels/gpu",), budget_s=60, workers=2),
     Suite("controlplane", "not oracle and not e2e", ("tests/controlplane",), budget_s=180),
+    # The version of compose.yaml.
+    Suite("controlplane-17", "not oracle and not e2e", ("tests/controlplane",), budget_s=180, postgres="17.10.0"),
     Suite("oracle", "oracle", ("tests",), budget_s=180),
     Suite("e2e", "e2e", ("tests",), budget_s=180),
 )
@@ -64,6 +68,7 @@ def run(suite: Suite, *, long: bool) -> tuple[int, float]:
         **os.environ,
         "HYPOTHESIS_PROFILE": "long" if long else "default",
         "OMP_NUM_THREADS": "1",  # threads that spin for each other take ten times as long beside any other process
+        **({"VENEER_TEST_POSTGRES": suite.postgres} if suite.postgres else {}),
     }
     print(f"── {suite.name} ──", flush=True)
     start = time.monotonic()
@@ -80,7 +85,7 @@ def main() -> int:
     known = {suite.name: suite for suite in SUITES}
     if unknown := set(arguments.suites) - set(known):
         parser.error(f"no such suite: {', '.join(sorted(unknown))}")
-    chosen = [known[name] for name in arguments.suites] or list(SUITES)
+    chosen = [known[name] for name in arguments.suites] or [suite for suite in SUITES if arguments.long or not suite.postgres]
     results = [(suite, *run(suite, long=arguments.long)) for suite in chosen]
     failed = False
     print("── suites ──")

@@ -32,10 +32,26 @@ def test_every_test_belongs_to_one_suite(runner: ModuleType, marker: str, folder
     chosen = [
         suite.name
         for suite in runner.SUITES
-        if eval(suite.markers, {}, marks) and suite.paths[0] in ("tests", folder) and f"--ignore={folder}" not in suite.paths
+        if eval(suite.markers, {}, marks)
+        and suite.paths[0] in ("tests", folder)
+        and f"--ignore={folder}" not in suite.paths
+        and not suite.postgres
     ]
 
     assert len(chosen) == 1
+
+
+def test_a_suite_on_another_postgres_is_run_with_the_slow_tests_alone(
+    runner: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(runner, "run", lambda suite, *, long: (ran.append(suite.name) or 0, 1.0))
+    for arguments in ([], ["--long"]):
+        monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+        runner.main()
+    capsys.readouterr()
+    names = [suite.name for suite in runner.SUITES]
+    assert ran == [name for name in names if name != "controlplane-17"] + names
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,9 @@ class Events:
     def moved(self, version: str, place: str, *, seconds: float, reason: str) -> None:
         pass
 
+    def meet_engine(self) -> None:
+        pass
+
     def unloaded(self, event: object) -> None:
         pass
 

