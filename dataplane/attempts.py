@@ -56,7 +56,8 @@ class Attempt:
         """Waits for the first tokens, the failure of the load, or the end of patience.
 
         Args:
-            patience_s: How long to wait for the version; None without end.
+            patience_s: How long to wait until the version is on the device; None without end. What the engine takes then is
+                another matter: a queue is no reason for another answer.
 
         Raises:
             NotReadyError: The version cannot be had (in time).
@@ -65,15 +66,21 @@ class Attempt:
         claim = self._claim
         if claim is None:
             return await self.next()
+        clock = asyncio.get_running_loop().time
+        end_s = None if patience_s is None else clock() + patience_s
         first = asyncio.ensure_future(self._streams.next())
         try:
-            waited: set[asyncio.Future[Any]] = {first, claim.loaded}
-            await asyncio.wait(waited, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-            if first.done() and first.exception() is None:
-                return self._settle(first.result())
-            refuse(claim)
-            if not claim.loaded.done() and not first.done():
-                raise NotReadyError(NotLoadedYetError())
+            for step in (claim.loaded, claim.placed):
+                waited: set[asyncio.Future[Any]] = {first, step}
+                timeout_s = None if end_s is None else max(0.0, end_s - clock())
+                await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if first.done() and first.exception() is None:
+                    return self._settle(first.result())
+                refuse(claim)
+                if first.done():
+                    break
+                if not step.done():
+                    raise NotReadyError(NotLoadedYetError())
             try:
                 return self._settle(await first)
             except VeneerError:

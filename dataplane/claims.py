@@ -24,6 +24,7 @@ class Claim:
         tenant: Whose request it is; empty for nobody in particular.
         level: Where the version was when the request came: on the `device`, in `host` memory, or in the `store` alone.
         loaded: Done when the image (or a device copy) is there; its exception says why it cannot be had.
+        placed: Done when a device copy is there.
         lost: Why the image cannot be had any more although it was there.
         is_settled: Whether the image is not needed any more.
     """
@@ -40,6 +41,7 @@ class Claim:
         self.level = level
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.loaded.add_done_callback(lambda future: future.cancelled() or future.exception())  # seen, though nobody may ask
+        self.placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost: VeneerError | None = None
         self.is_settled = False
         self._settle = settle

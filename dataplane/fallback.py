@@ -10,12 +10,13 @@
 
 (*) With reason NOT_READY. Where there is none, or it cannot be loaded either, the row is that of NONE.
 
-NONE waits for the version, up to the deadline; FAIL does not wait at all: a version that is neither on the device nor in host
-memory is UNAVAILABLE at once. A request that does not say asks for its tenant's default. A mode that the tenant does not allow
-is NONE. Foreign and unknown adapters are one row: the control plane answers them alike, and nothing here tells them apart. A
-version that was retired or quarantined after it was resolved, and before it was loaded, is in the row of those. The last row is
-no policy's matter: an adapter that tokens of the prompt activate gives the base's own answer where they do not occur. It is of
-a version that could be served; what is refused stays refused.
+A version cannot be loaded in time that is not on the device within the patience of the node, because it does not come from the
+store or because the device has no room. NONE waits for the version, up to the deadline; FAIL does not wait for the store: a
+version that is neither on the device nor in host memory is UNAVAILABLE at once. A request that does not say asks for its
+tenant's default. A mode that the tenant does not allow is NONE. Foreign and unknown adapters are one row: the control plane
+answers them alike, and nothing here tells them apart. A version that was retired or quarantined after it was resolved, and
+before it was loaded, is in the row of those. The last row is no policy's matter: an adapter that tokens of the prompt activate
+gives the base's own answer where they do not occur. It is of a version that could be served; what is refused stays refused.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class _Asked:
 
     def patience_s(self, limit_s: float) -> float | None:
         """How long to wait for the version; None to the end."""
-        if self._substitute is None:
+        if self._substitute is None and self.mode is not FallbackMode.FAIL:
             return None
         deadline_s = self.request.deadline_s
         return limit_s if deadline_s is None else min(limit_s, deadline_s / 2)

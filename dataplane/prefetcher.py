@@ -122,6 +122,8 @@ class Prefetcher:
             level=level,
         )
         self._claims.setdefault(version, set()).add(claim)
+        if level == "device":
+            claim.placed.set_result(None)
         was_asked = self._note_asked(version)
         if level == "device" or self._stage_if_there(version):
             claim.loaded.set_result(None)
@@ -180,6 +182,9 @@ class Prefetcher:
             case "device":
                 self._on_device.add(version)
                 self._distrusted.discard(version)
+                for claim in self._claims.get(version, ()):
+                    if not claim.placed.done():
+                        claim.placed.set_result(None)
                 self._metrics.loaded("host", "device", seconds)
             case "host":
                 self._on_device.discard(version)
@@ -197,6 +202,8 @@ class Prefetcher:
 
     def unloaded(self, event: Unloaded) -> None:
         """Nothing is left in the engine of a version that was dropped."""
+        if not event.came_back:  # it may have been moved after it was dropped here, and before the engine heard of that
+            self._on_device.discard(event.version)
         self._unloads.finish(event)
 
     def forget_engine(self) -> None:

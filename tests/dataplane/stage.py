@@ -29,6 +29,7 @@ class Loader:
 
     Attributes:
         ready: Whether everything is loaded but what is `missing`: versions that never come, and why if that is known.
+        crowded: Versions that the device has no room for.
         expected: Versions that traffic expects.
         kept: Of each claim that was given back, whether its load should go on.
     """
@@ -41,6 +42,7 @@ class Loader:
         self.held = 0
         self.ready = True
         self.missing: dict[str, VeneerError | None] = {}
+        self.crowded: set[str] = set()
 
     def ensure(self, version: str, tenant: str = "", *, max_bytes: int = 0) -> Claim:
         self.held += 1
@@ -50,6 +52,8 @@ class Loader:
         self.claims.append(claim)
         if ready:
             claim.loaded.set_result(None)
+            if version not in self.crowded:
+                claim.placed.set_result(None)
         elif (error := self.missing.get(version)) is not None:
             claim.fail(error)
         return claim

@@ -29,12 +29,14 @@ class Cause:
     Attributes:
         outcome: What the control plane says.
         load: Error of the load; None and `is_slow`: it never ends; None else: the version is there.
+        is_crowded: It is in host memory, and the device has no room for it.
         previous_load: Error of the load of the version before it.
     """
 
     outcome: Resolution | Refusal
     load: VeneerError | None = None
     is_slow: bool = False
+    is_crowded: bool = False
     previous_load: VeneerError | None = None
 
 
@@ -44,6 +46,8 @@ CAUSES = {
     "there": Cause(_WITH),
     "slow": Cause(_WITH, is_slow=True),
     "slow, none before it": Cause(_WITHOUT, is_slow=True),
+    "crowded": Cause(_WITH, is_crowded=True),
+    "crowded, none before it": Cause(_WITHOUT, is_crowded=True),
     "away": Cause(_WITH, _AWAY),
     "away, none before it": Cause(_WITHOUT, _AWAY),
     "corrupt": Cause(_WITH, CorruptVersionError("bad bytes")),
@@ -57,7 +61,16 @@ CAUSES = {
     "quarantined": Cause(Refusal.QUARANTINED),
     "arm quarantined": Cause(resolution(1, state="QUARANTINED", previous=BEFORE)),
 }
-_LOST = ("slow", "slow, none before it", "away", "away, none before it", "corrupt", "both away")
+_LOST = (
+    "slow",
+    "slow, none before it",
+    "crowded",
+    "crowded, none before it",
+    "away",
+    "away, none before it",
+    "corrupt",
+    "both away",
+)
 _LOST += ("the one before it retired just now",)
 
 
@@ -78,11 +91,11 @@ def expected(name: str, asked: FallbackMode | None, default: FallbackMode, polic
     if name in _LOST:
         if mode in (NOT_READY, ANY):
             return "base: not_ready"
-        if mode is PREVIOUS and name in ("slow", "away", "corrupt"):
+        if mode is PREVIOUS and name in ("slow", "crowded", "away", "corrupt"):
             return "before"
         if name == "corrupt":
             return "FAILED_PRECONDITION"
-        if name.startswith("slow") and mode is not FAIL:
+        if name.startswith(("slow", "crowded")) and mode is not FAIL:
             return "waits"
         return "UNAVAILABLE"
     return "FAILED_PRECONDITION"
@@ -99,7 +112,11 @@ def stage(stage: Stage) -> Stage:
 def script(stage: Stage, cause: Cause, says: Answer) -> None:
     stage.says = says
     stage.loader.missing.clear()
+    stage.loader.crowded.clear()
     stage.engine.gates.clear()
+    if cause.is_crowded:
+        stage.loader.crowded.add(VERSION)
+        stage.engine.gates[VERSION] = asyncio.Event()
     if cause.is_slow or cause.load is not None:
         stage.loader.missing[VERSION] = cause.load
         stage.engine.gates[VERSION] = asyncio.Event()
