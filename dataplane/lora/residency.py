@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Sequence
 
-from dataplane.lora.charges import Charges
+from dataplane.lora.copies import Copies
 from dataplane.lora.entries import Entry
-from dataplane.lora.eviction import Policy, Usage, Victims
+from dataplane.lora.eviction import Policy, Usage
 from dataplane.lora.holdings import Budget, Counters, Evicted, Holding, Lease, LoadPlan, Loss
 from dataplane.lora.shares import Shares
-from dataplane.lora.units import Units
-from dataplane.lora.wants import Want, Wants
-from veneer.errors import ResourceExhaustedError
+from dataplane.lora.wants import Wants
 
 _HALF_LIFE_PER_SLOT = 64
 """Uses after which a use counts half, in uses a slot: long enough to tell the 40th of 3,000 adapters from the 80th."""
-_COST_WITHOUT_HOST_IMAGE = 8
-"""What a copy costs to bring from the store, in loads from host memory."""
-
-
-class DoesNotFitError(ResourceExhaustedError):
-    """A version's image is larger than the whole arena."""
 
 
 class Residency:
     """States of all versions: absent → host → loading → device → host → absent.
 
-    A version on the device keeps its slot and units while a lease is held, and for a quantum of served tokens while requests wait
-    for it, so that two versions do not push each other out. Of the others those of the tenant most above its share of the units
-    make room first (see `Shares`), then those that nobody waits for, then those worth least (see `Usage`); against a tenant below
-    its share, one above has no quantum.
-    But what was loaded because it was due stays for its first lease, or it would be due again, and loaded in vain, for ever.
-
-    Which wanted version is loaded next is said by `Wants`; one that is due has the next room, whatever the quantum of others.
+    A version on the device keeps its slot and units while a lease is held; which of the others make room is said by `Copies`, and
+    which wanted version is loaded next by `Wants`.
 
     Above shares stand limits: what the copies charged to a tenant take together never exceeds its own. Its idle copies make room
     for its loads then, and where they do not suffice it waits, and holds nobody up. A pinned copy makes room for nothing.
@@ -61,19 +47,20 @@ class Residency:
         policy: Policy | None = None,
     ) -> None:
         self._lock = threading.Lock()
-        self._units = Units(num_units, unit_bytes=unit_bytes)
-        self._free_slots = list(range(max_slots - 1, -1, -1))
-        self._entries: dict[str, Entry] = {}
         self._shares = Shares(num_units, num_slots=max_slots)
         self._wants = Wants(self._shares, max_passed_over=max_passed_over)
-        self._victims = Victims(policy or Usage(half_life=_HALF_LIFE_PER_SLOT * max_slots))
-        self._quantum_tokens = quantum_tokens
-        self._clock = 0
-        self._epoch = 0
-        self._lease_id = 0
-        self._hits = self._misses = self._loads = self._failures = self._evictions = 0
-        self._charges = Charges(self._shares, is_idle=self._is_idle)
-        self._pins: dict[str, str] = {}
+        self._copies = Copies(
+            self._shares,
+            max_slots=max_slots,
+            num_units=num_units,
+            unit_bytes=unit_bytes,
+            quantum_tokens=quantum_tokens,
+            policy=policy or Usage(half_life=_HALF_LIFE_PER_SLOT * max_slots),
+        )
+        self._entries, self._charges, self._pins = self._copies.entries, self._copies.charges, self._copies.pins
+        self._unit_bytes = unit_bytes
+        self._epoch = self._lease_id = 0
+        self._hits = self._misses = self._loads = self._failures = 0
         self._freed: list[Evicted] = []
 
     def stage(self, version: str, *, rank: int, blocks: Sequence[int], loss: Loss | None = None) -> None:
@@ -89,9 +76,7 @@ class Residency:
             DoesNotFitError: The image is larger than the arena.
         """
         with self._lock:
-            needed = self._units.needed(blocks)
-            if needed > self._units.num_units:
-                raise DoesNotFitError(f"adapter image needs {needed} units, the arena has {self._units.num_units}")
+            needed = self._copies.needed(blocks)
             entry = self._entries.setdefault(version, Entry(version))
             entry.in_host, entry.dropped = True, False
             if entry.place == "host":
@@ -99,7 +84,7 @@ class Residency:
                 if version in self._pins:
                     self._wants.add(version, self._pins[version], weight=1)
             elif entry.place == "device":
-                self._offer(entry)
+                self._copies.offer(entry)
 
     def unstage(self, version: str, *, drop_device: bool = False) -> Evicted | None:
         """Notes that a version's image is no longer in host memory; unknown versions are ignored.
@@ -120,8 +105,8 @@ class Residency:
             entry.in_host = False
             entry.dropped = entry.dropped or drop_device
             if entry.place == "device":
-                self._offer(entry)
-            return self._settle(entry)
+                self._copies.offer(entry)
+            return self._copies.settle(entry)
 
     def want(self, version: str, tenant: str = "", *, weight: int = 1, max_bytes: int = 0) -> bool:
         """Notes that a request of a tenant waits for a version, until `withdraw`; returns whether the device has it."""
@@ -153,7 +138,7 @@ class Residency:
             entry.owed = False
             self._shares.claim(tenant, weight=weight, max_units=limit)
             entry.uses += 1
-            self._touch(entry, uses=1)
+            self._copies.touch(entry, uses=1)
             self._hits += 1
             return Lease(self._lease_id, version, entry.slot, entry.rank, entry.epoch)
 
@@ -173,8 +158,8 @@ class Residency:
             self._shares.disclaim(entry.leases.pop(lease.lease_id))
             self._charges.touch(entry)
             entry.served += served
-            self._touch(entry)
-            return self._settle(entry)
+            self._copies.touch(entry)
+            return self._copies.settle(entry)
 
     def withdraw(self, version: str) -> None:
         """Notes that no request waits for a version any more: it is neither loaded nor kept for a lease to come."""
@@ -222,7 +207,7 @@ class Residency:
             if entry.place != "host" and is_paid:
                 return None
             units = (entry.needed, self._charges.booked(tenant), self._charges.busy(tenant), limit)
-            return Budget(*(number * self._units.unit_bytes for number in units))
+            return Budget(*(number * self._unit_bytes for number in units))
 
     def take_freed(self) -> list[Evicted]:
         """Returns the copies that made way for a tenant's limit since the last call, with the slots that they had."""
@@ -248,7 +233,7 @@ class Residency:
             if entry is None or entry.place != "device" or version in self._pins:
                 return None
             entry.leaving = True
-            return self._settle(entry)
+            return self._copies.settle(entry)
 
     def may_return(self, version: str) -> bool:
         """Whether a version that leaves the device may be loaded again; not one that was taken away."""
@@ -260,7 +245,7 @@ class Residency:
         """Returns the bytes of the arena that a version's copy takes, or is about to."""
         with self._lock:
             entry = self._entries.get(version)
-            return 0 if entry is None else entry.num_units * self._units.unit_bytes
+            return 0 if entry is None else entry.num_units * self._unit_bytes
 
     def excess_of(self, tenant: str) -> float:
         """Returns by how many units a tenant is above its share; 0 for one that has none: it neither holds a lease nor waits."""
@@ -293,14 +278,14 @@ class Residency:
         with self._lock:
             no_room: set[tuple[str, tuple[int, ...]]] = set()  # hundreds may wait, and most are alike
             for version in self._wants.in_turn(self._is_loadable):
-                entry, want = self._entries[version], self._wants[version]
-                if (want.tenant, entry.blocks) in no_room:
+                entry, tenant, is_due = self._entries[version], self._wants[version].tenant, self._wants.is_due(version)
+                if (tenant, entry.blocks) in no_room:
                     continue
-                plan = self._plan(entry, want)
+                plan = self._copies.take(entry, tenant, limit=self._limit_on(version), is_due=is_due)
                 if plan is not None:
                     self._wants.pass_over(version, self._is_loadable)
                     return plan
-                no_room.add((want.tenant, entry.blocks))
+                no_room.add((tenant, entry.blocks))
             return None
 
     def commit(self, plan: LoadPlan) -> int | None:
@@ -316,9 +301,9 @@ class Residency:
             entry.place, entry.epoch, entry.served = "device", self._epoch, 0
             self._charges.touch(entry)
             entry.awaited = self._wants.drop(plan.version)
-            self._offer(entry)
-            self._touch(entry)
-            return None if self._settle(entry) else entry.epoch
+            self._copies.offer(entry)
+            self._copies.touch(entry)
+            return None if self._copies.settle(entry) else entry.epoch
 
     def fail(self, plan: LoadPlan, *, retry: bool) -> None:
         """Notes that a load did not work; its slot and units are free again.
@@ -331,13 +316,13 @@ class Residency:
         with self._lock:
             entry = self._loading(plan)
             self._failures += 1
-            self._free(entry)
+            self._copies.free(entry)
             if plan.version in self._wants and retry:
                 self._wants.put_last(plan.version)
             else:
                 self._wants.drop(plan.version)
             entry.in_host = entry.in_host and retry
-            self._settle(entry)
+            self._copies.settle(entry)
 
     def holdings(self) -> tuple[Holding, ...]:
         """Returns every version in host memory or on the device, most recently used first."""
@@ -349,79 +334,19 @@ class Residency:
     def counters(self) -> Counters:
         """What happened since the start."""
         with self._lock:
-            return Counters(self._hits, self._misses, self._loads, self._failures, self._evictions)
+            return Counters(self._hits, self._misses, self._loads, self._failures, self._copies.num_evicted)
 
     @property
     def units_used(self) -> int:
         """Units of the arena that hold an image or are about to."""
         with self._lock:
-            return self._units.num_units - self._units.free
+            return self._copies.units.used
 
     @property
     def largest_hole(self) -> int:
         """Units of the largest free extent; against what is free it measures fragmentation."""
         with self._lock:
-            return self._units.largest_hole
-
-    def _plan(self, entry: Entry, want: Want) -> LoadPlan | None:
-        """Takes a slot and units for a load, evicting until it fits; or changes nothing and returns None."""
-        units, needed = self._units.copy(), entry.needed
-        idle = functools.partial(self._idle_copies, want, needed, entry)
-        victims = self._charges.making_way(entry, want.tenant, self._limit_on(entry.version), idle)
-        if victims is None:
-            return None
-        for victim in victims:
-            units.give(victim.extents)
-        extents = units.take(entry.blocks) if self._free_slots or victims else None
-        if extents is None:
-            gone = {victim.version for victim in victims}
-            rest = [copy for copy in idle() if copy.version not in gone]
-            if units.free + sum(copy.num_units for copy in rest) < needed:
-                return None
-            for victim in self._shares.in_order(rest, loader=want.tenant, more=needed):
-                victims.append(victim)
-                units.give(victim.extents)
-                extents = units.take(entry.blocks)
-                if extents is not None:
-                    break
-        if extents is None:
-            return None
-        evicted = self._evict(victims)
-        self._units = units
-        entry.slot, entry.extents, entry.place = self._free_slots.pop(), extents, "loading"
-        entry.owed = self._wants.is_due(entry.version)
-        self._charges.book(entry, want.tenant)
-        return LoadPlan(entry.version, entry.slot, extents, evicted)
-
-    def _evict(self, victims: Sequence[Entry]) -> tuple[Evicted, ...]:
-        """Frees copies that make room."""
-        evicted = tuple(Evicted(victim.version, victim.slot) for victim in victims)
-        for victim in victims:
-            self._free(victim)
-            self._evictions += 1
-            self._forget_if_gone(victim)
-        return evicted
-
-    def _unused(self) -> list[Entry]:
-        """Returns the copies that nobody uses and nobody pinned, worth least first."""
-        copies = map(self._entries.__getitem__, self._victims.in_order())
-        return [copy for copy in copies if self._is_idle(copy)]
-
-    def _is_idle(self, copy: Entry) -> bool:
-        return copy.place == "device" and not copy.leases and copy.version not in self._pins
-
-    def _idle_copies(self, want: Want, needed: int, wanted: Entry) -> list[Entry]:
-        """Returns the copies that may make room for a wanted version, in the order in which they go."""
-        is_due = self._wants.is_due(wanted.version)
-        idle = [
-            copy
-            for copy in self._unused()
-            if not copy.awaited
-            or copy.served >= self._quantum_tokens
-            or is_due
-            or (not copy.owed and self._shares.yields(copy.tenant, loader=want.tenant, more=needed))
-        ]
-        return sorted(idle, key=lambda copy: copy.awaited)
+            return self._copies.units.largest_hole
 
     def _find(self, version: str, tenant: str, weight: int, limit: int | None) -> Entry | None:
         """Returns a version's device copy, or None after remembering it as wanted."""
@@ -438,22 +363,21 @@ class Residency:
         return None
 
     def _charge(self, entry: Entry, tenant: str, limit: int | None) -> bool:
-        """Makes a tenant pay for a copy that it uses; within its limit, or else the copy stays with a payer that uses it too.
+        """Makes a tenant pay for a copy that it uses, within its limit; or else the copy stays with a payer that uses it too.
 
-        Returns:
-            Whether somebody who uses it pays for it now; else nothing was changed.
+        Returns whether somebody who uses it pays for it now; else nothing was changed.
         """
         if entry.tenant == tenant or entry.version in self._pins:
             return True
-        gone = self._charges.making_way(entry, tenant, limit, self._unused)
+        gone = self._charges.making_way(entry, tenant, limit, self._copies.idle)
         if gone is None:
             return entry.tenant in entry.leases.values()
-        self._freed += self._evict(gone)
+        self._freed += self._copies.evict(gone)
         self._charges.rebook(entry, tenant)
         return True
 
     def _limit_of(self, max_bytes: int) -> int | None:
-        return max_bytes // self._units.unit_bytes if max_bytes else None
+        return max_bytes // self._unit_bytes if max_bytes else None
 
     def _limit_on(self, version: str) -> int | None:
         """Returns the limit that a load of a wanted version meets: a pin meets none."""
@@ -474,36 +398,3 @@ class Residency:
         entry = self._entries[plan.version]
         assert (entry.place, entry.slot) == ("loading", plan.slot), "a load ends once"
         return entry
-
-    def _settle(self, entry: Entry) -> Evicted | None:
-        """Frees a device copy that is to go and that nobody uses; forgets an entry that is nowhere."""
-        freed = None
-        if (entry.dropped or entry.leaving) and entry.place == "device" and not entry.leases:
-            self._evictions += entry.leaving
-            freed = Evicted(entry.version, entry.slot, "unload" if entry.dropped else "yield")
-            self._free(entry)
-        self._forget_if_gone(entry)
-        return freed
-
-    def _free(self, entry: Entry) -> None:
-        self._victims.discard(entry.version)
-        self._charges.unbook(entry)
-        self._units.give(entry.extents)
-        self._free_slots.append(entry.slot)
-        entry.slot, entry.extents, entry.place = -1, (), "host"
-        entry.awaited = entry.leaving = False
-
-    def _forget_if_gone(self, entry: Entry) -> None:
-        if entry.place == "host" and not entry.in_host:
-            self._entries.pop(entry.version, None)
-
-    def _offer(self, entry: Entry) -> None:
-        """Puts a copy on the device, or its new price, among those that may go."""
-        self._victims.add(
-            entry.version, size=self._shares.size(entry.num_units), cost=1 if entry.in_host else _COST_WITHOUT_HOST_IMAGE
-        )
-
-    def _touch(self, entry: Entry, *, uses: int = 0) -> None:
-        self._clock += 1
-        entry.used_at = self._clock
-        self._victims.note(entry.version, uses=uses)

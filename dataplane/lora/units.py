@@ -51,6 +51,11 @@ class Units:
         return sum(self._holes.values())
 
     @property
+    def used(self) -> int:
+        """Units that somebody has."""
+        return self.num_units - self.free
+
+    @property
     def largest_hole(self) -> int:
         """Units of the largest hole; against `free` it measures fragmentation."""
         return max(self._holes.values(), default=0)

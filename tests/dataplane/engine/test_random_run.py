@@ -102,7 +102,7 @@ async def assert_everything_is_given_back(client: EngineClient, load: Load) -> N
     assert engine._grammars.request_ids == ()
     residency = engine._adapters.residency
     assert residency.wanted() == ()
-    assert (residency._entries, residency._units.free, len(residency._free_slots)) == ({}, 50, 3)
+    assert (residency._entries, residency._copies.units.free, len(residency._copies._free_slots)) == ({}, 50, 3)
     shares = residency._shares
     assert (dict(shares._held), dict(shares._claims), shares._weights) == ({}, {}, {})
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from dataplane.lora.copies import DoesNotFitError
 from dataplane.lora.eviction import Recency
-from dataplane.lora.residency import DoesNotFitError
 from tests.dataplane.lora.loading import load, make, next_victims, places, stage
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataplane.lora.residency import Residency
+from dataplane.lora.copies import Copies
 from tests.dataplane.lora.loading import load, make, places, stage
 
 
@@ -17,8 +17,13 @@ def test_of_waiting_loads_that_are_alike_room_is_sought_for_one(monkeypatch):
     for version, tenant in (("small", "y"), ("large", "x")):
         residency.acquire(version, tenant)
     sought = []
-    plan = Residency._plan
-    monkeypatch.setattr(Residency, "_plan", lambda self, entry, want: sought.append(entry.version) or plan(self, entry, want))
+    take = Copies.take
+
+    def noted(self, entry, tenant, **options):
+        sought.append(entry.version)
+        return take(self, entry, tenant, **options)
+
+    monkeypatch.setattr(Copies, "take", noted)
     assert residency.next_load() is None
     assert sorted(sought) == ["large", "small", "x0"], "tenants and sizes differ"
 
