@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
+from dataplane.access import RULES, NodeAuthenticator
 from dataplane.admin import AdminServicer
 from dataplane.catalog_client import ALIAS_MOVED, CatalogClient, Change, open_channel
 from dataplane.change_feed import ChangeFeed
@@ -26,7 +27,7 @@ from dataplane.loads import LoadLimits
 from dataplane.lora.eviction import Recency
 from dataplane.lora.host_cache import HostCache
 from dataplane.metrics import Metrics
-from dataplane.options import engine_config, server_options
+from dataplane.options import control_plane_ca, engine_config, server_options
 from dataplane.outcomes import OutcomeReporter, Outcomes
 from dataplane.pins import PinLimits, Pins
 from dataplane.prefetcher import Prefetcher
@@ -41,52 +42,16 @@ from dataplane.staging import StagingReader
 from dataplane.store import AdapterStore, StoreLimits
 from dataplane.supervision import EngineSupervisor
 from dataplane.unloads import Unloads
-from veneer.access import Authenticator, Identity, Rule, Rules
 from veneer.artifact import BaseDescription, BaseWeights, Limits, describe_base
 from veneer.controlplane.v1 import reports_pb2
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
-from veneer.errors import InvalidArgumentError, UnauthenticatedError, UnavailableError, VeneerError, Violation
+from veneer.errors import UnavailableError, VeneerError
 from veneer.server import Addresses, PlaneServer, Service
 
 _log = logging.getLogger(__name__)
 _ENROLL_S = 60.0
 _METRICS_S = 1.0
 _HEALTH_S = 0.1
-
-RULES: Rules = {
-    # Whose key it is the control plane says, together with what the reference means: one call instead of two.
-    "/veneer.dataplane.v1.GenerationService/Generate": Rule.of("bearer"),
-    "/veneer.dataplane.v1.AdminService/GetResidency": Rule.of("operator"),
-    "/veneer.dataplane.v1.AdminService/WatchResidency": Rule.of("operator"),
-    "/veneer.dataplane.v1.AdminService/UnloadVersion": Rule.of("operator"),
-    "/veneer.dataplane.v1.AdminService/PinVersion": Rule.of("operator"),
-    "/veneer.dataplane.v1.AdminService/UnpinVersion": Rule.of("operator"),
-    "/veneer.dataplane.v1.AdminService/ListPins": Rule.of("operator"),
-    "/veneer.dataplane.v1.AdminService/Drain": Rule.of("operator"),
-}
-
-
-class NodeAuthenticator(Authenticator):
-    """Asks the control plane whose credential it is."""
-
-    def __init__(self, client: CatalogClient) -> None:
-        self._client = client
-
-    async def authenticate(self, key_digest: bytes) -> Identity | None:
-        """See `veneer.access.Authenticator`."""
-        try:
-            found = await self._client.introspect(key_digest)
-        except UnauthenticatedError:
-            return None
-        if found.kind not in ("tenant", "operator", "node"):
-            return None
-        return Identity(
-            kind=found.kind,  # type: ignore[arg-type]
-            key_digest=key_digest,
-            key_id=found.key_id,
-            tenant=found.tenant,
-            roles=frozenset(found.roles),
-        )
 
 
 class Node:
@@ -117,7 +82,7 @@ class Node:
         config = engine_config(settings, base.digest)
         self.base_digest = base.digest
         self.metrics = Metrics(self._registry, base_name=base.name)
-        self._channel = open_channel(settings.control_plane, ca_pem=self._control_plane_ca())
+        self._channel = open_channel(settings.control_plane, ca_pem=control_plane_ca(settings))
         self.client = CatalogClient(self._channel, base_digest=base.digest)
         await self._enroll()
         self.supervisor = EngineSupervisor(
@@ -437,21 +402,6 @@ class Node:
 
     async def _refuse(self) -> None:
         self.generator.draining = True
-
-    def _control_plane_ca(self) -> bytes | None:
-        settings = self._settings
-        if settings.control_plane_ca is not None:
-            try:
-                return settings.control_plane_ca.read_bytes()
-            except OSError as error:
-                raise InvalidArgumentError.of([Violation("control_plane_ca", f"cannot be read: {error.strerror}")]) from error
-        host = settings.control_plane.rpartition(":")[0].strip("[]")
-        if host not in ("localhost", "::1") and not host.startswith("127.") and not settings.allow_plaintext:
-            fault = (
-                f"{settings.control_plane} is not on loopback: give control_plane_ca, or allow plaintext by the setting for it"
-            )
-            raise InvalidArgumentError.of([Violation("control_plane", fault)])
-        return None
 
 
 def _log_end(task: asyncio.Task[None]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dataplane.engine.config import EngineConfig
 from dataplane.settings import Settings
+from veneer.errors import InvalidArgumentError, Violation
 from veneer.server import ServerOptions, Tls
 
 
@@ -59,3 +60,21 @@ def server_options(settings: Settings) -> ServerOptions:
         drain_delay_s=settings.drain_delay_s,
         drain_grace_s=settings.drain_grace_s,
     )
+
+
+def control_plane_ca(settings: Settings) -> bytes | None:
+    """Returns the certificates that the control plane's is checked against; None for plaintext.
+
+    Raises:
+        InvalidArgumentError: They cannot be read, or plaintext would leave the machine and is not allowed.
+    """
+    if settings.control_plane_ca is not None:
+        try:
+            return settings.control_plane_ca.read_bytes()
+        except OSError as error:
+            raise InvalidArgumentError.of([Violation("control_plane_ca", f"cannot be read: {error.strerror}")]) from error
+    host = settings.control_plane.rpartition(":")[0].strip("[]")
+    if host not in ("localhost", "::1") and not host.startswith("127.") and not settings.allow_plaintext:
+        fault = f"{settings.control_plane} is not on loopback: give control_plane_ca, or allow plaintext by the setting for it"
+        raise InvalidArgumentError.of([Violation("control_plane", fault)])
+    return None

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from dataplane.access import RULES
 from dataplane.binding import Served
 from dataplane.choices import Choice
 from dataplane.engine.messages import Logprobs
@@ -19,7 +20,6 @@ from dataplane.fallback import FallbackMode, FallbackReason
 from dataplane.frontend.grammars import Constraint
 from dataplane.frontend.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from dataplane.generation import Echo, GenerationRequest, Part
-from dataplane.node import RULES
 from dataplane.resolution import Target
 from dataplane.servicer import GenerationServicer
 from dataplane.token_stream import End, Piece

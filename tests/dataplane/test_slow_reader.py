@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dataplane.access import RULES
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import State
@@ -21,7 +22,6 @@ from dataplane.frontend.prompts import Prompts
 from dataplane.generation import Generator, StreamLimits
 from dataplane.model.config import parse_config
 from dataplane.model.decoder import weight_shapes
-from dataplane.node import RULES
 from dataplane.quotas import Quotas
 from dataplane.resolution import Answer
 from dataplane.resolve_cache import Key, ResolveCache
