@@ -15,8 +15,7 @@ from veneer.errors import InvalidArgumentError, Violation
 from veneer.statuses import error_of
 
 # Calls whose effect is the same when they run twice, by service: some only under a request_id, which the clients send with each.
-# gRPC retries them on UNAVAILABLE, and only before the first message of the answer; what moves a pointer relative to where it is
-# (Rollback) is not repeated behind the caller's back.
+# gRPC retries them on UNAVAILABLE, and only before the first message of the answer.
 _REPEATABLE: dict[str, tuple[str, ...]] = {
     "veneer.controlplane.v1.BaseService": ("RegisterBase", "ListBases"),
     "veneer.controlplane.v1.CatalogService": (
@@ -27,8 +26,13 @@ _REPEATABLE: dict[str, tuple[str, ...]] = {
         "StartCanary",
         "GetCanary",
         "StopCanary",
+        "SetAlias",
+        "Rollback",
+        "Promote",
         "FreezeAlias",
         "RetireVersion",
+        "DeleteVersion",
+        "DeleteAdapter",
     ),
     "veneer.controlplane.v1.NodeService": ("ListNodes", "RevokeNode"),
     "veneer.controlplane.v1.PlacementService": ("LocateAdapter",),

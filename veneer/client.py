@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -17,11 +17,12 @@ import grpc
 from veneer.canary_calls import CanaryCalls
 from veneer.channel import ClientTls, typed_errors
 from veneer.connection import identified, typed
-from veneer.controlplane.v1 import catalog_pb2, catalog_pb2_grpc, placement_pb2, placement_pb2_grpc, tenants_pb2
+from veneer.controlplane.v1 import catalog_pb2, placement_pb2, placement_pb2_grpc, tenants_pb2
 from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, Violation
 from veneer.locations import Location, Locations
 from veneer.origin import NO_ORIGIN, Origin
+from veneer.release_calls import ReleaseCalls
 from veneer.replicas import Replicas, read_addresses
 
 CONFIG_NAME = "adapter_config.json"
@@ -49,7 +50,7 @@ Event = generation_pb2.Served | generation_pb2.Echo | generation_pb2.Chunk | gen
 """What a stream is made of: first one `Served`, then an `Echo` where asked for, then `Chunk`s and a `Finish` for each choice."""
 
 
-class Client(CanaryCalls):
+class Client(CanaryCalls, ReleaseCalls):
     """What a tenant's key can do; all addresses are those of the callers' listeners. Owned by one event loop.
 
     Of several data planes, a request goes to one that holds its adapter, as the control plane knows, and is well; to another one
@@ -69,10 +70,6 @@ class Client(CanaryCalls):
         """See `Connection`."""
         await self._locations.close()
         await super().close()
-
-    @property
-    def _catalog(self) -> catalog_pb2_grpc.CatalogServiceAsyncStub:
-        return catalog_pb2_grpc.CatalogServiceStub(self._channel("control"))
 
     async def generate(
         self,
@@ -287,73 +284,6 @@ class Client(CanaryCalls):
             lambda token: self._ask(stub.ListVersions, catalog_pb2.ListVersionsRequest(adapter=adapter, page_token=token)),
             "versions",
         )
-
-    async def set_alias(
-        self, adapter: str, arms: Mapping[str, int], *, alias: str = "", expected_generation: int | None = None
-    ) -> catalog_pb2.Alias:
-        """Points an alias at one version or at a weighted split.
-
-        Args:
-            adapter: Name of the adapter.
-            arms: Weight by version digest.
-            alias: Name of the alias; empty is the default one.
-            expected_generation: Move only if it is still this one; None moves in any case.
-
-        Raises:
-            AbortedError: The alias has moved since.
-        """
-        request = catalog_pb2.SetAliasRequest(
-            adapter=adapter,
-            alias=alias,
-            arms=[catalog_pb2.Arm(version=version, weight=weight) for version, weight in arms.items()],
-            expected_generation=expected_generation,
-        )
-        response = await self._ask(self._catalog.SetAlias, request)
-        return typed(catalog_pb2.Alias, response.alias)
-
-    async def rollback(
-        self, adapter: str, *, alias: str = "", version: str = "", expected_generation: int | None = None
-    ) -> catalog_pb2.Alias:
-        """Points an alias back at the version that it served alone before its last move, or at a named earlier one."""
-        request = catalog_pb2.RollbackRequest(
-            adapter=adapter, alias=alias, version=version, expected_generation=expected_generation
-        )
-        response = await self._ask(self._catalog.Rollback, request)
-        return typed(catalog_pb2.Alias, response.alias)
-
-    async def retire(self, adapter: str, version: str, *, request_id: str = "") -> catalog_pb2.Version:
-        """Ends a version; running requests finish on it."""
-        request = catalog_pb2.RetireVersionRequest(adapter=adapter, version=version, request_id=identified(request_id))
-        response = await self._ask(self._catalog.RetireVersion, request)
-        return typed(catalog_pb2.Version, response.version)
-
-    async def promote(
-        self, adapter: str, *, alias: str = "", source: str = "", version: str = "", dry_run: bool = False
-    ) -> catalog_pb2.Alias:
-        """Gives all of an alias's traffic to the version that the alias `source` serves, or to one of its own arms."""
-        request = catalog_pb2.PromoteRequest(adapter=adapter, alias=alias, source=source, version=version, dry_run=dry_run)
-        response = await self._ask(self._catalog.Promote, request)
-        return typed(catalog_pb2.Alias, response.alias)
-
-    async def freeze(self, adapter: str, *, alias: str = "", frozen: bool = True) -> catalog_pb2.Alias:
-        """Forbids every move of an alias, or allows them again."""
-        request = catalog_pb2.FreezeAliasRequest(adapter=adapter, alias=alias, frozen=frozen)
-        response = await self._ask(self._catalog.FreezeAlias, request)
-        return typed(catalog_pb2.Alias, response.alias)
-
-    async def delete_version(
-        self, adapter: str, version: str, *, force: bool = False, dry_run: bool = False
-    ) -> catalog_pb2.DeleteVersionResponse:
-        """Deletes a version; with `force`, aliases that point at it are moved off it."""
-        request = catalog_pb2.DeleteVersionRequest(adapter=adapter, version=version, force=force, dry_run=dry_run)
-        return typed(catalog_pb2.DeleteVersionResponse, await self._ask(self._catalog.DeleteVersion, request))
-
-    async def delete_adapter(
-        self, adapter: str, *, force: bool = False, dry_run: bool = False
-    ) -> catalog_pb2.DeleteAdapterResponse:
-        """Deletes an adapter with its versions, aliases and grants; with `force`, while it has aliases too."""
-        request = catalog_pb2.DeleteAdapterRequest(adapter=adapter, force=force, dry_run=dry_run)
-        return typed(catalog_pb2.DeleteAdapterResponse, await self._ask(self._catalog.DeleteAdapter, request))
 
     async def create_grant(self, adapter: str, grantee: str, *, request_id: str = "") -> tenants_pb2.Grant:
         """Lets another tenant use an adapter."""

@@ -61,6 +61,7 @@ class Catalog(catalog_pb2_grpc.CatalogServiceServicer):
         self.headers: list[catalog_pb2.PublishHeader] = []
         self.refuse_after: int | None = None
         self.calls: list[str] = []
+        self.request_ids: list[str] = []
         self.error: Exception | None = None
 
     async def Publish(self, request_iterator: Any, context: Any) -> catalog_pb2.PublishResponse:  # type: ignore[override]
@@ -83,6 +84,7 @@ class Catalog(catalog_pb2_grpc.CatalogServiceServicer):
 
     async def Rollback(self, request: catalog_pb2.RollbackRequest, context: Any) -> catalog_pb2.RollbackResponse:  # type: ignore[override]
         self.calls.append("Rollback")
+        self.request_ids.append(request.request_id)
         raise self.error or AssertionError
 
     async def GetAdapter(self, request: catalog_pb2.GetAdapterRequest, context: Any) -> catalog_pb2.GetAdapterResponse:  # type: ignore[override]
@@ -333,12 +335,16 @@ async def test_a_split_and_the_expected_generation_travel(client: Client) -> Non
     assert (await client.set_alias("tone", {"a" * 64: 1})).generation == 99
 
 
-async def test_reads_are_tried_again_and_a_rollback_is_not(client: Client, catalog: Catalog) -> None:
+@pytest.mark.parametrize("call", ["adapter", "rollback"])
+async def test_reads_are_tried_again_and_so_are_writes_under_their_identifier(
+    client: Client, catalog: Catalog, call: str
+) -> None:
     catalog.error = UnavailableError("restarting")
-    for call in (client.adapter("tone"), client.rollback("tone")):
-        with pytest.raises(UnavailableError):
-            await call
-    assert catalog.calls == ["GetAdapter"] * 3 + ["Rollback"]
+    with pytest.raises(UnavailableError):
+        await getattr(client, call)("tone")
+    assert catalog.calls == [{"adapter": "GetAdapter", "rollback": "Rollback"}[call]] * 3
+    assert len(set(catalog.request_ids)) == (1 if call == "rollback" else 0)
+    assert "" not in catalog.request_ids
 
 
 async def test_a_lost_compare_and_swap_is_an_aborted_error(client: Client, catalog: Catalog) -> None:
