@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dataplane.circuits import Circuit, Circuits
 from dataplane.load_line import LoadLine, Ticket, Urgency
@@ -62,7 +62,7 @@ class Load:
 
     Attributes:
         ticket: Its place in line.
-        after: The end of the load before it, which was cancelled.
+        after: The end of the loads before it, which were cancelled.
         task: Runs it.
         begin: Set when an attempt may begin.
         urgent: Set while a request, or the engine, waits for it.
@@ -74,7 +74,7 @@ class Load:
     """
 
     ticket: Ticket
-    after: asyncio.Task[None] | None
+    after: asyncio.Future[Any] | None
     task: asyncio.Task[None] = field(init=False)
     begin: asyncio.Event = field(default_factory=asyncio.Event)
     urgent: asyncio.Event = field(default_factory=asyncio.Event)
@@ -140,7 +140,7 @@ class Loads:
         self._throttle = Throttle(limits.prefetch_bytes_per_s, clock=clock)
         self._circuits = Circuits(max_failures=limits.max_failures, clock=clock)
         self._loads: dict[str, Load] = {}
-        self._ending: dict[str, asyncio.Task[None]] = {}
+        self._ending: dict[str, asyncio.Future[Any]] = {}
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -220,8 +220,10 @@ class Loads:
     def _cancel(self, load: Load) -> None:
         version = load.version
         self._end(load)
-        self._ending[version] = load.task
-        load.task.add_done_callback(lambda task: self._ending.pop(version) if self._ending.get(version) is task else None)
+        before = () if load.after is None else (load.after,)  # this one may end while it still waits for that
+        ending = asyncio.gather(*before, load.task, return_exceptions=True)
+        self._ending[version] = ending
+        ending.add_done_callback(lambda ended: self._ending.pop(version) if self._ending.get(version) is ended else None)
         load.task.cancel()
 
     def _end(self, load: Load) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,55 @@ async def test_a_load_begun_anew_waits_for_the_end_of_the_cancelled_one(tmp_path
         assert rig.store.num_begun[VERSION] == 2
 
 
+async def to_the_end(work: Awaitable[object]) -> None:
+    """Waits for what cannot be broken off, as a thread cannot, also when cancelled."""
+    call = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait({call})
+        raise
+
+
+@pytest.mark.parametrize("num_between", [1, 3])
+async def test_it_waits_for_that_end_however_many_were_cancelled_between(tmp_path: Path, num_between: int) -> None:
+    async with rigged(tmp_path) as rig:
+        go = asyncio.Event()
+        rig.store.behave[VERSION] = lambda pace: to_the_end(go.wait())
+        for number in range(1 + num_between):
+            claim = rig.prefetcher.ensure(VERSION)
+            await until(lambda: rig.store.running[VERSION])
+            for _ in range(5):
+                await asyncio.sleep(0)
+            claim.release()
+            rig.clock.now_s += 601  # nobody asked lately, so the next one is cancelled too
+            assert rig.store.num_begun[VERSION] == 1, number
+        last = rig.prefetcher.ensure(VERSION)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (rig.store.num_begun[VERSION], rig.store.running[VERSION]) == (1, 1)
+        go.set()
+        await last.loaded
+        assert rig.store.num_begun[VERSION] == 2
+
+
+async def test_closing_waits_for_what_cannot_be_broken_off(tmp_path: Path) -> None:
+    async with rigged(tmp_path) as rig:
+        go = asyncio.Event()
+        rig.store.behave[VERSION] = lambda pace: to_the_end(go.wait())
+        for _ in range(2):
+            claim = rig.prefetcher.ensure(VERSION)
+            await until(lambda: rig.store.running[VERSION])
+            claim.release()
+            rig.clock.now_s += 601
+        closing = asyncio.create_task(rig.prefetcher.close())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not closing.done()
+        go.set()
+        await closing
+
+
 async def test_eight_broken_versions_cost_only_their_own_callers(tmp_path: Path) -> None:
     """Two hang for ever, the others fail at once, again and again; a good one comes as if they were not there."""
     async with rigged(tmp_path, max_fetches=2, stall_s=0.02, load_timeout_s=1e9) as rig:
@@ -299,10 +348,11 @@ async def races(folder: Path, steps: list[tuple[str, int]]) -> None:
     async with rigged(folder, load_timeout_s=0.0, max_ahead=3) as rig:
         gates = {version(number): asyncio.Event() for number in range(4)}
         broken: set[str] = set()
+        lasting = {version(0), version(1)}  # what they do cannot be broken off
 
         def gated(name: str) -> Callable[[Pace], Any]:
             async def act(pace: Pace) -> None:
-                await gates[name].wait()
+                await (to_the_end(gates[name].wait()) if name in lasting else gates[name].wait())
                 await pace(100)
                 if name in broken:
                     raise FailedPreconditionError("broken")
