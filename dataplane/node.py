@@ -20,6 +20,7 @@ from dataplane.change_feed import ChangeFeed
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import State
+from dataplane.enrollment import Enrollment
 from dataplane.frontend.prompts import Prompts
 from dataplane.generation import Generator, StreamLimits
 from dataplane.hints import Allowance, Hint, HintSubscriber
@@ -49,7 +50,6 @@ from veneer.errors import UnavailableError, VeneerError
 from veneer.server import Addresses, PlaneServer, Service
 
 _log = logging.getLogger(__name__)
-_ENROLL_S = 60.0
 _METRICS_S = 1.0
 _HEALTH_S = 0.1
 
@@ -84,7 +84,11 @@ class Node:
         self.metrics = Metrics(self._registry, base_name=base.name)
         self._channel = open_channel(settings.control_plane, ca_pem=control_plane_ca(settings))
         self.client = CatalogClient(self._channel, base_digest=base.digest)
-        await self._enroll()
+        token = None if settings.enrollment_token is None else settings.enrollment_token.get_secret_value()
+        self._enrollment = Enrollment(
+            self.client, key_file=settings.node_key_file, token=token, rotate_s=settings.node_key_rotate_s
+        )
+        await self._enrollment.enroll()
         self.supervisor = EngineSupervisor(
             partial(EngineClient.start, config, in_process=self._in_process),
             metrics=self.metrics,
@@ -266,7 +270,7 @@ class Node:
         self._spawn(self.prefetcher.run(), "prefetcher")
         self._spawn(self.supervisor.run(), "supervisor")
         self._spawn(self.quotas.run(), "quotas")
-        self._spawn(self._rotate_key(), "node-key")
+        self._spawn(self._enrollment.run(), "node-key")
         self._spawn(self.outcomes.run(), "outcomes")
         self._hints: HintSubscriber | None = None
         if settings.redis_url is not None:
@@ -303,31 +307,6 @@ class Node:
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(_log_end)
         self._tasks.append(task)
-
-    async def _enroll(self) -> None:
-        settings = self._settings
-        token = None if settings.enrollment_token is None else settings.enrollment_token.get_secret_value()
-        end_s = asyncio.get_running_loop().time() + _ENROLL_S
-        while True:
-            try:
-                await self.client.enroll(settings.node_key_file, token=token)
-                return
-            except UnavailableError:
-                if asyncio.get_running_loop().time() > end_s:
-                    raise
-                _log.warning("the control plane is unreachable; trying again")
-            await asyncio.sleep(1.0)
-
-    async def _rotate_key(self) -> None:
-        pause_s = self._settings.node_key_rotate_s
-        while True:
-            await asyncio.sleep(pause_s)
-            try:
-                await self.client.rotate_key(self._settings.node_key_file)
-                pause_s = self._settings.node_key_rotate_s
-            except VeneerError as error:
-                _log.warning("the node's key could not be rotated", extra={"status": error.status})
-                pause_s = min(60.0, self._settings.node_key_rotate_s)
 
     async def _show_metrics(self) -> None:
         settings = self._settings
