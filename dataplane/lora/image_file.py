@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import struct
 import sys
@@ -25,6 +24,7 @@ import numpy.typing as npt
 
 from dataplane.lora.coding import ITEM_BYTES
 from dataplane.lora.image import Block, CorruptImageError, Image, lay_out
+from dataplane.lora.mapped_file import map_file
 from kernels.rows import ABSENT
 
 MAGIC = b"VNRIMG03"
@@ -114,8 +114,8 @@ def open_image(path: Path, *, version: str | None = None, base_digest: str | Non
         start = -(-(_PREFIX.size + length) // _PAGE) * _PAGE
         file.seek(start)
         payload_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    image = _read_header(header, np.frombuffer(mapped, dtype=np.uint8)[start:], payload_sha256=payload_sha256)
+        mapped = map_file(file.fileno())
+    image = _read_header(header, mapped[start:], payload_sha256=payload_sha256)
     for name, expected in (("version", version), ("base_digest", base_digest), ("dtype", dtype)):
         if expected is not None and getattr(image, name) != expected:
             raise CorruptImageError(f"the image's {name} is {getattr(image, name)!r}, expected {expected!r}")

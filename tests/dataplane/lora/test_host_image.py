@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -36,6 +37,24 @@ def test_a_file_is_checked_once_however_often_it_is_loaded(tmp_path: Path, check
     held = opened(image_file(tmp_path), checks)
     assert held.image() is held.image()
     assert len(checks) == 1
+
+
+def num_descriptors() -> int:
+    """Returns how many of the first thousand descriptors are open."""
+    count = 0
+    for descriptor in range(1000):
+        with contextlib.suppress(OSError):
+            os.fstat(descriptor)
+            count += 1
+    return count
+
+
+def test_images_cost_no_open_descriptor(tmp_path: Path, checks: list[Image]) -> None:
+    path = image_file(tmp_path)
+    before = num_descriptors()
+    held = [opened(path, checks) for _ in range(20)]
+    assert num_descriptors() < before + 20
+    assert all(one.image().rank == 2 for one in held)
 
 
 def test_a_file_that_was_just_written_is_read_through_once(
