@@ -56,6 +56,9 @@ class EngineView(Protocol):
 class Unloader(Protocol):
     """Who lets versions go, and knows which cannot be loaded; the prefetcher."""
 
+    async def break_off(self, version: str, /) -> bool:
+        """Ends the load of a version unless somebody waits for it; returns, when that is over, whether nothing brings it."""
+
     def unload(self, version: str, /) -> None:
         """Lets all of a version go that the node holds."""
 
@@ -161,7 +164,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Lets a version go, waits until nothing is left of it, and tells what came free."""
         version = request.version
         wait_s = request.wait.ToNanoseconds() / 1e9 if request.HasField("wait") else _DEFAULT_WAIT_S
+        if not await self._break_off(version, wait_s):
+            return admin_pb2.UnloadVersionResponse(came_back=True)
         await self._engine.state()
+        self._feed.touch((version,))  # a load that was broken off may have left its file
         if self._feed.holds(version):
             self._unloader.unload(version)
         complete = await self._unloads.wait(version, timeout_s=wait_s)
@@ -182,6 +188,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             response.complete = not unload.came_back
             response.came_back = unload.came_back
         return response
+
+    async def _break_off(self, version: str, wait_s: float) -> bool:
+        try:
+            async with asyncio.timeout(wait_s):
+                return await self._unloader.break_off(version)
+        except TimeoutError:
+            return False
 
     async def PinVersion(  # noqa: N802
         self,

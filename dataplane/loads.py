@@ -96,7 +96,7 @@ class Load:
 
 
 class LoadEvents(Protocol):
-    """Who hears how loads end; the prefetcher. A load that is cancelled just ends."""
+    """Who hears how loads end; the prefetcher."""
 
     async def confirm(self, load: Load) -> None:
         """The image is in the host cache; raises if the version may not be served any more."""
@@ -106,6 +106,9 @@ class LoadEvents(Protocol):
 
     def failed(self, load: Load, error: VeneerError) -> None:
         """It cannot be had."""
+
+    def broken_off(self, load: Load) -> None:
+        """The load was cancelled and has ended; what it could not break off may have brought the image."""
 
 
 class Loads:
@@ -210,6 +213,19 @@ class Loads:
             self._metrics.load_cancelled()
             self._cancel(load)
 
+    async def break_off(self, version: str) -> bool:
+        """Ends the load of a version unless somebody waits for it, and waits for what cannot be broken off.
+
+        Returns:
+            Whether nothing brings the version any more.
+        """
+        load = self._loads.get(version)
+        if load is not None and not load.wanted and not load.urgent.is_set():
+            self._cancel(load)
+        while version not in self._loads and (ending := self._ending.get(version)) is not None:
+            await asyncio.wait({ending})
+        return version not in self._loads
+
     async def close(self) -> None:
         """Ends all loads; those who wait hear of it."""
         for load in list(self._loads.values()):
@@ -218,13 +234,17 @@ class Loads:
         await asyncio.gather(*self._ending.values(), return_exceptions=True)
 
     def _cancel(self, load: Load) -> None:
-        version = load.version
         self._end(load)
         before = () if load.after is None else (load.after,)  # this one may end while it still waits for that
         ending = asyncio.gather(*before, load.task, return_exceptions=True)
-        self._ending[version] = ending
-        ending.add_done_callback(lambda ended: self._ending.pop(version) if self._ending.get(version) is ended else None)
+        self._ending[load.version] = ending
+        ending.add_done_callback(lambda ended: self._ended(load, ended))
         load.task.cancel()
+
+    def _ended(self, load: Load, ended: asyncio.Future[object]) -> None:
+        if self._ending.get(load.version) is ended:
+            del self._ending[load.version]
+        self._events.broken_off(load)
 
     def _end(self, load: Load) -> None:
         """Takes a load out of the books; others begin."""

@@ -172,6 +172,10 @@ class Prefetcher:
         is_fresh = self._clock() - self._asked.get(version, -math.inf) < _JUST_NOW_S
         return is_fresh or version in self._claims or version in self._running or self._loads.get(version) is not None
 
+    async def break_off(self, version: str) -> bool:
+        """Ends the load of a version unless somebody waits for it; returns, when that is over, whether nothing brings it."""
+        return await self._loads.break_off(version)
+
     def unload(self, version: str) -> None:
         """Lets all of a version go that the node holds; it is loaded again when a request needs it and it may be served."""
         self._drop(version)
@@ -260,6 +264,11 @@ class Prefetcher:
             if is_full:  # nobody asked, and nothing is wrong with it
                 return
         self._fail(load.version, error)
+
+    def broken_off(self, load: Load) -> None:
+        """See `LoadEvents`."""
+        if load.doubted and self._loads.get(load.version) is None:  # the next load would be doubted itself
+            self.recheck(load.version)
 
     async def run(self) -> None:
         """Acts on changes of the catalogue, until cancelled."""

@@ -77,6 +77,7 @@ class Rig:
         self.engine = ScriptedEngine()
         self.registry = CollectorRegistry()
         self.clock = Clock()
+        self.refused: dict[str, VeneerError] = {}
         self.prefetcher = Prefetcher(
             store=self.store,
             cache=self.cache,
@@ -89,6 +90,8 @@ class Rig:
         )
 
     async def _may_serve(self, version: str) -> object:
+        if version in self.refused:
+            raise self.refused[version]
         return None
 
 
