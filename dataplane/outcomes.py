@@ -68,8 +68,11 @@ class Ending:
         self._outcomes = outcomes
         self._arm = arm
 
-    async def watch(self, parts: AsyncGenerator[_P]) -> AsyncGenerator[_P]:
-        """Passes the parts of the answer on, and counts how they end."""
+    def watch(self, parts: AsyncGenerator[_P]) -> AsyncGenerator[_P]:
+        """Returns the parts of the answer, and counts how they end; what nobody counts takes no step more."""
+        return parts if self._arm is None else self._watched(parts)
+
+    async def _watched(self, parts: AsyncGenerator[_P]) -> AsyncGenerator[_P]:
         try:
             async with aclosing(parts):
                 async for part in parts:
@@ -116,6 +119,8 @@ class Outcomes:
     def count(self, arm: Arm, *, is_ok: bool) -> None:
         """Counts a request that ended."""
         if arm not in self._counts and len(self._counts) >= _MAX_ARMS:
+            if not self.num_lost:
+                _log.warning("outcomes of too many arms wait to be told; more are lost", extra={"max_arms": _MAX_ARMS})
             self.num_lost += 1
             return
         self._counts.setdefault(arm, [0, 0])[0 if is_ok else 1] += 1

@@ -17,7 +17,7 @@ from veneer.client import Client
 from veneer.controlplane.v1 import canaries_pb2
 from veneer.errors import VeneerError
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 _ADAPTER = "on-its-way"
 _TOO_LARGE = 65  # ranks that the data plane takes end at 64, those of the publish check at 256

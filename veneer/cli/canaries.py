@@ -18,6 +18,8 @@ from veneer.errors import InvalidArgumentError, Violation
 canaries = typer.Typer(no_args_is_help=True)
 _STEP = re.compile(r"(\d+)%?:(\d+(?:\.\d+)?)([smh]?)(?::(\d+))?")
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600}
+_MAX_S = 30 * 86_400
+_MAX_REQUESTS = 10_000_000
 _STEPS = ("5:5m:100", "25:10m:500", "50:10m:500")
 _STEPS_HELP = "PERCENT:TIME[:REQUESTS], e.g. `5:5m:100`; repeat it, each with more percent."
 
@@ -79,9 +81,11 @@ def stop(
 
 def _read_step(text: str) -> CanaryStep:
     found = _STEP.fullmatch(text)
-    if found is None or not 1 <= int(found[1]) <= 99:
-        raise InvalidArgumentError.of([Violation(f"--step {text}", f"is not {_STEPS_HELP} Percents are 1 to 99.")])
-    return CanaryStep(int(found[1]), float(found[2]) * _UNIT_S[found[3]], int(found[4] or 0))
+    step = None if found is None else CanaryStep(int(found[1]), float(found[2]) * _UNIT_S[found[3]], int(found[4] or 0))
+    if step is None or not 1 <= step.weight_percent <= 99 or step.duration_s > _MAX_S or step.min_requests > _MAX_REQUESTS:
+        bounds = "Percents are 1 to 99, times at most 30 days, requests at most 10000000."
+        raise InvalidArgumentError.of([Violation(f"--step {text}", f"is not {_STEPS_HELP} {bounds}")])
+    return step
 
 
 def _show(canary: canaries_pb2.Canary, *, json: bool) -> None:

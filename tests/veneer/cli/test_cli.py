@@ -86,8 +86,9 @@ def test_a_canary_is_started_shown_and_stopped(veneer: Run, make_folder: Callabl
     shown = json.loads(ok(veneer("canary", "show", "detour", "--json")))
     assert (shown["state"], shown["steps"][0]["duration"]) == ("CANARY_STATE_RUNNING", "600s")
     assert "stopped (it was asked to stop)" in ok(veneer("canary", "stop", "detour"))
-    refused = veneer("canary", "start", "detour", "2", "--step", "5")
-    assert (refused.status, "PERCENT:TIME" in refused.err) == (1, True)
+    for step in ("5", "0:1m", "100:1m", "5:99999999h", "5:1m:99999999999"):
+        refused = veneer("canary", "start", "detour", "2", "--step", step)
+        assert (refused.status, "PERCENT:TIME" in refused.err) == (1, True)
 
 
 def test_text_goes_to_standard_output_and_what_served_it_beside(veneer: Run) -> None:
