@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Publish
-from tests.e2e.driving import generate, until
-from tests.fixtures.adapters import make_adapter_folder
-from veneer.artifact import BaseDescription
+from tests.e2e.driving import blobs_of, generate, until
 from veneer.canary_calls import CanaryStep
 from veneer.client import Client
 from veneer.controlplane.v1 import canaries_pb2
 from veneer.errors import VeneerError
+from veneer.local.stack import LocalStack
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("without_hints")]
 
 _ADAPTER = "on-its-way"
-_TOO_LARGE = 65  # ranks that the data plane takes end at 64, those of the publish check at 256
 
 
 async def ended(client: Client) -> canaries_pb2.Canary:
@@ -43,12 +40,13 @@ async def answers(client: Client) -> set[str]:
 
 
 async def test_what_always_fails_is_taken_back_and_what_is_good_gets_all_traffic(
-    acme: Client, publish: Publish, model_base: BaseDescription, tmp_path: Path
+    stack: LocalStack, acme: Client, publish: Publish
 ) -> None:
     stable = (await publish(acme, "A", adapter=_ADAPTER)).version.digest
     good = (await publish(acme, "B", adapter=_ADAPTER)).version.digest
-    folder = make_adapter_folder(tmp_path / "bad", model_base, ranks=_TOO_LARGE)
-    bad = (await acme.publish(folder, adapter=_ADAPTER, base=model_base.digest)).version.digest
+    bad = (await publish(acme, "C", adapter=_ADAPTER)).version.digest
+    lost = blobs_of(stack, bad)  # no data plane has them yet: there are no hints
+    lost.rename(lost.with_suffix(".lost"))
 
     await acme.start_canary(_ADAPTER, bad, [CanaryStep(50, 0, 1_000_000)])
     canary = await ended(acme)
