@@ -31,7 +31,7 @@ async def narrow(world: World, database: TestDatabase, tmp_path: Path) -> AsyncI
     await world.node()
     for seed, client in enumerate((acme, rival)):
         await world.publish(client, "style", seed=seed)
-    one = Database(settings_for(database, tmp_path / "none", tmp_path, pool_size=1, pool_overflow=0, pool_timeout_s=1.0))
+    one = Database(settings_for(database, tmp_path / "none", tmp_path, pool_size=1, pool_overflow=0))
     yield one
     await one.close()
 
@@ -159,10 +159,13 @@ async def test_calls_that_are_cancelled_leak_no_connection(narrow: Database) -> 
         assert await count(narrow, PUBLIC, "bases") == 1
 
 
-async def test_a_pool_without_a_free_connection_answers_unavailable(narrow: Database) -> None:
-    async with narrow.transaction(PUBLIC):
+async def test_a_pool_without_a_free_connection_answers_unavailable(database: TestDatabase, tmp_path: Path) -> None:
+    limits = {"pool_size": 1, "pool_overflow": 0, "pool_timeout_s": 0.2}
+    impatient = Database(settings_for(database, tmp_path / "none", tmp_path, **limits))
+    async with impatient.transaction(PUBLIC):
         with pytest.raises(UnavailableError, match="away"):
-            await count(narrow, PUBLIC, "bases")
+            await count(impatient, PUBLIC, "bases")
+    await impatient.close()
 
 
 async def test_connections_that_the_server_ended_are_replaced(narrow: Database, database: TestDatabase) -> None:

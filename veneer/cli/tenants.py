@@ -216,10 +216,18 @@ def list_keys(context: typer.Context, *, tenant: OfTenant = "", json: Json = Fal
         print_json(found)
         return
     rows = [
-        (one.id, ", ".join(_role_names(one)), one.label, when(one.create_time), when(one.expire_time), when(one.revoke_time))
+        (
+            one.id,
+            ", ".join(_role_names(one)),
+            one.label,
+            when(one.create_time),
+            when(one.expire_time),
+            when(one.revoke_time),
+            one.successor,
+        )
         for one in found
     ]
-    print_table("keys", ("id", "roles", "label", "created", "expires", "revoked"), rows)
+    print_table("keys", ("id", "roles", "label", "created", "expires", "revoked", "rotated to"), rows)
 
 
 @keys.command("revoke")

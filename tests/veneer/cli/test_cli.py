@@ -141,6 +141,17 @@ def test_a_key_is_rotated_and_its_auditor_reads_who_did_it(veneer: Run) -> None:
     assert (refused.status, "PERMISSION_DENIED" in refused.err) == (1, True)
 
 
+def test_data_planes_follow_the_rotation_of_a_key(veneer: Run) -> None:
+    ok(veneer("tenant", "create", "turning"))
+    first = json.loads(ok(veneer("key", "create", "--tenant", "turning", "--role", "caller", "--json")))
+    ask = ("generate", "hello", "--max-tokens", 1)
+    ok(veneer("--key", first["secret"], *ask))
+    second = ok(veneer("key", "rotate", first["key"]["id"], "--tenant", "turning", "--overlap-s", 0)).strip()
+    ok(veneer("--key", second, *ask))
+    followed(lambda: "UNAUTHENTICATED" in veneer("--key", first["secret"], *ask).err)
+    assert json.loads(ok(veneer("key", "list", "--tenant", "turning", "--json")))[1]["successor"]
+
+
 def test_status_shows_health_and_residency(veneer: Run) -> None:
     out = ok(veneer("status"))
     assert out.count("SERVING at 127.0.0.1") == 2
