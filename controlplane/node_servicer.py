@@ -15,7 +15,8 @@ from controlplane.nodes import Nodes
 from controlplane.outcomes import ArmOutcomes, Outcomes
 from controlplane.quotas import QuotaLeases
 from controlplane.resolve import Reference, Refusal, Resolver
-from controlplane.wire import caller_message, change_message, demand_of, node_message, resolution_message, timestamp
+from controlplane.usage import Records, UsageLedger
+from controlplane.wire import caller_message, change_message, demand_of, node_message, resolution_message, timestamp, usage_entry
 from veneer.access import current_identity
 from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
 from veneer.errors import UnauthenticatedError
@@ -49,6 +50,7 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
         blobs: Blobs,
         quotas: QuotaLeases,
         outcomes: Outcomes,
+        usage: UsageLedger,
     ) -> None:
         self._nodes = nodes
         self._resolver = resolver
@@ -58,6 +60,7 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
         self._blobs = blobs
         self._quotas = quotas
         self._outcomes = outcomes
+        self._usage = usage
 
     async def CreateEnrollmentToken(
         self, request: nodes_pb2.CreateEnrollmentTokenRequest, context: _Context
@@ -162,3 +165,9 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
         ]
         counted = await self._outcomes.add(current_identity().key_id, request.epoch, request.sequence, outcomes)
         return nodes_pb2.ReportOutcomesResponse(counted=counted)
+
+    async def ReportUsage(self, request: nodes_pb2.ReportUsageRequest, context: _Context) -> nodes_pb2.ReportUsageResponse:
+        """See the API."""
+        records = Records(request.journal, request.first_sequence, request.last_sequence)
+        last = await self._usage.take(current_identity().key_id, records, [usage_entry(one) for one in request.entries])
+        return nodes_pb2.ReportUsageResponse(last_sequence=last)

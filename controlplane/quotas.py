@@ -21,6 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from controlplane import models
 from controlplane.db import Database, Scope
 from controlplane.shares import share_of
+from controlplane.tickets import ticket
 from controlplane.vault import Vault
 from veneer.errors import PermissionDeniedError
 
@@ -58,11 +59,6 @@ class Demand:
     wanted: Amounts
 
 
-def tenant_ticket(vault: Vault, node_id: str, tenant: str) -> bytes:
-    """What shows that a node was told of a tenant."""
-    return vault.sign("ticket", b"\0".join((node_id.encode(), tenant.encode())))
-
-
 class QuotaLeases:
     """Use case of leases. Stateless; any task may call it.
 
@@ -84,7 +80,7 @@ class QuotaLeases:
             PermissionDeniedError: The node was not told of one of the tenants; nothing was leased then.
         """
         for demand in demands:
-            if not hmac.compare_digest(demand.ticket, tenant_ticket(self._vault, node_id, demand.tenant)):
+            if not hmac.compare_digest(demand.ticket, ticket(self._vault, node_id, demand.tenant)):
                 raise PermissionDeniedError("the node was not told of this tenant")
         return [await self._lease(node_id, demand) for demand in demands]
 

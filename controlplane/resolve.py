@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import IntEnum
 from typing import Any
@@ -14,7 +14,7 @@ from controlplane.db import Database, Scope
 from controlplane.fallback import FallbackPolicy
 from controlplane.identities import Holder, Identities
 from controlplane.limits import TenantLimits, TenantQuotas
-from controlplane.quotas import tenant_ticket
+from controlplane.tickets import ticket
 from controlplane.vault import Vault
 from veneer.errors import UnauthenticatedError
 
@@ -78,6 +78,7 @@ class Servable:
     state: str
     invocation_tokens: tuple[int, ...] = ()
     previous: Servable | None = None
+    ticket: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +159,10 @@ class Resolver:
             return Resolved(caller, Refusal.ROLE)
         if not reference.adapter:
             return Resolved(caller, Resolution())
-        return Resolved(caller, await self._look_up(holder.tenant, reference, base_digest=base_digest))
+        outcome = await self._look_up(holder.tenant, reference, base_digest=base_digest)
+        if node and isinstance(outcome, Resolution):
+            outcome = self._with_tickets(outcome, holder.tenant, node)
+        return Resolved(caller, outcome)
 
     async def _look_up(self, tenant: str, reference: Reference, *, base_digest: str) -> Resolution | Refusal:
         owner, alias = reference.owner or tenant, "" if reference.version else reference.alias or STABLE
@@ -192,6 +196,14 @@ class Resolver:
             owner=owner, adapter=reference.adapter, alias=alias, generation=rows[0].generation, arms=arms, split_salt=salt
         )
 
+    def _with_tickets(self, found: Resolution, tenant: str, node: str) -> Resolution:
+        def marked(version: Servable) -> Servable:
+            given = ticket(self._vault, node, tenant, found.owner, found.adapter, version.digest)
+            previous = None if version.previous is None else marked(version.previous)
+            return replace(version, ticket=given, previous=previous)
+
+        return replace(found, arms=tuple(map(marked, found.arms)))
+
     def _caller(self, holder: Holder, node: str) -> Caller:
         return Caller(
             tenant=holder.tenant,
@@ -201,7 +213,7 @@ class Resolver:
             weight=holder.weight,
             limits=holder.limits,
             quotas=holder.quotas,
-            ticket=tenant_ticket(self._vault, node, holder.tenant) if node else b"",
+            ticket=ticket(self._vault, node, holder.tenant) if node else b"",
             cache_salt=self._vault.cache_salt(holder.tenant),
             expire_time=holder.expire_time,
             max_priority=max((_MAX_PRIORITY[role] for role in holder.roles), default=0),

@@ -34,6 +34,7 @@ RULES: Rules = {
             "ListGrants": _TENANT,
             "RevokeGrant": _PUBLISH,
             "ListAudit": _AUDIT,
+            "ListUsage": _AUDIT,
         },
     ),
     **_service(
@@ -72,6 +73,7 @@ RULES: Rules = {
             "ReportVersion": _NODE,
             "LeaseQuotas": _NODE,
             "ReportOutcomes": _NODE,
+            "ReportUsage": _NODE,
         },
     ),
 }

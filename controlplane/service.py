@@ -42,6 +42,7 @@ from controlplane.settings import Settings
 from controlplane.spool import remove_abandoned
 from controlplane.tenant_servicer import TenantServicer
 from controlplane.tenants import Tenants
+from controlplane.usage import UsageLedger
 from controlplane.vault import Vault
 from veneer.controlplane.v1 import (
     bases_pb2,
@@ -88,6 +89,7 @@ class ControlPlane:
         assert check is not None
         self.conductor = Conductor(self.database, settings, registry=registry)
         self.publisher = Publisher(self.database, self.blobs, settings, check=check, metrics=PublishMetrics(registry))
+        ledger = UsageLedger(self.database, vault)
         node_servicer = NodeServicer(
             nodes=Nodes(self.database, vault, settings),
             resolver=Resolver(self.database, identities, vault),
@@ -97,6 +99,7 @@ class ControlPlane:
             blobs=self.blobs,
             quotas=QuotaLeases(self.database, vault, lifetime_s=settings.quota_lease_s),
             outcomes=Outcomes(self.database),
+            usage=ledger,
         )
         services = [
             Service(
@@ -107,7 +110,7 @@ class ControlPlane:
                 tenants_pb2.DESCRIPTOR.services_by_name["TenantService"],
                 partial(
                     tenants_pb2_grpc.add_TenantServiceServicer_to_server,
-                    TenantServicer(Tenants(self.database, vault), Sharing(self.database), Audit(self.database)),
+                    TenantServicer(Tenants(self.database, vault), Sharing(self.database), Audit(self.database), ledger),
                 ),
             ),
             Service(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, timedelta
 from typing import Any
 
 import grpc
@@ -10,6 +10,7 @@ import grpc
 from controlplane.audit import Audit
 from controlplane.grants import Sharing
 from controlplane.tenants import Tenants
+from controlplane.usage import UsageLedger
 from controlplane.wire import (
     audit_message,
     fallback_policy,
@@ -19,6 +20,7 @@ from controlplane.wire import (
     quotas_of,
     role_name,
     tenant_message,
+    usage_message,
 )
 from veneer.access import current_identity
 from veneer.controlplane.v1 import tenants_pb2, tenants_pb2_grpc
@@ -32,10 +34,11 @@ _OVERLAP = timedelta(days=1)
 class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
     """Serves tenants, keys and grants. Tenants act for themselves only; operators name the tenant whose keys they manage."""
 
-    def __init__(self, tenants: Tenants, sharing: Sharing, audit: Audit) -> None:
+    def __init__(self, tenants: Tenants, sharing: Sharing, audit: Audit, usage: UsageLedger) -> None:
         self._tenants = tenants
         self._sharing = sharing
         self._audit = audit
+        self._usage = usage
 
     async def CreateTenant(self, request: tenants_pb2.CreateTenantRequest, context: _Context) -> tenants_pb2.CreateTenantResponse:
         """See the API."""
@@ -127,6 +130,17 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
             current_identity().tenant, request.adapter, grantee=request.grantee, request_id=request.request_id
         )
         return tenants_pb2.RevokeGrantResponse()
+
+    async def ListUsage(self, request: tenants_pb2.ListUsageRequest, context: _Context) -> tenants_pb2.ListUsageResponse:
+        """See the API."""
+        used, token = await self._usage.page(
+            _tenant_of(request.tenant),
+            "hour" if request.period == tenants_pb2.USAGE_PERIOD_HOUR else "day",
+            start=request.start_time.ToDatetime(UTC) if request.HasField("start_time") else None,
+            page_size=request.page_size,
+            token=request.page_token,
+        )
+        return tenants_pb2.ListUsageResponse(usage=map(usage_message, used), next_page_token=token)
 
     async def ListAudit(self, request: tenants_pb2.ListAuditRequest, context: _Context) -> tenants_pb2.ListAuditResponse:
         """See the API."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from datetime import datetime
+from datetime import UTC, datetime
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -22,6 +22,8 @@ from controlplane.quotas import Amounts, Demand
 from controlplane.regression import Tally
 from controlplane.resolve import Caller, Resolution, Servable
 from controlplane.tenants import Key, Tenant
+from controlplane.usage import Counts, Used
+from controlplane.usage import Entry as UsageEntry
 from veneer.artifact import BaseDescription, TargetModule
 from veneer.controlplane.v1 import bases_pb2, canaries_pb2, catalog_pb2, nodes_pb2, tenants_pb2
 from veneer.reports import report_message
@@ -109,6 +111,28 @@ def demand_of(message: nodes_pb2.QuotaDemand) -> Demand:
     """What a node says of a tenant from its message."""
     held, used, wanted = (Amounts(one.requests, one.tokens, one.streams) for one in (message.held, message.used, message.wanted))
     return Demand(tenant=message.tenant, ticket=message.ticket, held=held, used=used, wanted=wanted)
+
+
+def usage_entry(message: nodes_pb2.UsageEntry) -> UsageEntry:
+    """What a node reports from its message."""
+    return UsageEntry(
+        tenant=message.tenant,
+        owner=message.owner,
+        adapter=message.adapter,
+        version=message.version,
+        ticket=message.ticket,
+        hour=message.hour.ToDatetime(UTC),
+        counts=Counts(
+            message.requests, message.failed_requests, message.prompt_tokens, message.cached_tokens, message.output_tokens
+        ),
+    )
+
+
+def usage_message(used: Used) -> tenants_pb2.Usage:
+    """What a tenant used as a message."""
+    return tenants_pb2.Usage(
+        start_time=timestamp(used.start_time), owner=used.owner, adapter=used.adapter, **dataclasses.asdict(used.counts)
+    )
 
 
 def fallback_policy(
@@ -318,6 +342,7 @@ def _servable_message(version: Servable) -> nodes_pb2.ServableVersion:
         state=version.state,
         invocation_tokens=version.invocation_tokens,
         previous=None if version.previous is None else _servable_message(version.previous),
+        ticket=version.ticket,
     )
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ import grpc
 from dataplane.quotas import Amounts, Demand, Leased
 from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution, TenantLimits, TenantQuotas
 from dataplane.resolve_cache import Key
+from dataplane.usage import UseCounts, UseKey
 from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
 from veneer.errors import (
     FailedPreconditionError,
@@ -258,6 +259,19 @@ class CatalogClient:
         }
         return Leased(shares, response.lifetime.ToMilliseconds() / 1000)
 
+    async def report_usage(self, journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts]) -> int:
+        """Reports what the records of a journal say together; returns the last record of it that was taken, now or before.
+
+        Raises:
+            PermissionDeniedError: One of the tickets is not good; nothing was taken.
+        """
+        request = nodes_pb2.ReportUsageRequest(journal=journal, first_sequence=first, last_sequence=last)
+        for key, counts in uses.items():
+            entry = request.entries.add(**key._asdict() | counts._asdict() | {"hour": None, "ticket": bytes.fromhex(key.ticket)})
+            entry.hour.seconds = key.hour
+        response = await self._call(self._nodes.ReportUsage(request, **self._common()))
+        return int(response.last_sequence)
+
     async def report_corrupt(self, version: str) -> None:
         """Reports that a version's bytes did not have its digest, after a repeated read."""
         await self._report(version, nodes_pb2.VERSION_FAULT_CORRUPT)
@@ -361,6 +375,7 @@ def _arm(version: nodes_pb2.ServableVersion) -> Arm:
         version.state,
         tuple(version.invocation_tokens),
         _arm(version.previous) if version.HasField("previous") else None,
+        version.ticket,
     )
 
 

@@ -27,9 +27,9 @@ from dataplane.engine.messages import Delta, Logprobs, Submit
 from dataplane.fallback import FallbackMode, FallbackReason, Substitute, mode_of, on_not_ready
 from dataplane.frontend.detokenizer import StopStrings
 from dataplane.frontend.prompts import Budget, Prompt, Prompts
+from dataplane.metering import Meter, Metering
 from dataplane.metrics import Metrics
 from dataplane.outcomes import Ending, Outcomes
-from dataplane.quotas import Admission, Quotas
 from dataplane.resolution import Answer, Arm, Caller, Resolution, Target, TenantLimits
 from dataplane.resolve_cache import Key, ResolveCache
 from dataplane.token_stream import Piece, TokenStream
@@ -210,7 +210,7 @@ class Generator:
         engine: Runs requests.
         metrics: Counts what happens.
         base_digest: Digest of the base that is served.
-        quotas: What tenants may use at most in all.
+        metering: What requests may use and what they did.
         limits: Bounds of streams.
         tenant_limits: What a tenant may use at most of whom the catalogue says nothing else; None for no limit.
         outcomes: Counts how requests ended; None: nobody asks.
@@ -225,7 +225,7 @@ class Generator:
         engine: Engine,
         metrics: Metrics,
         base_digest: str,
-        quotas: Quotas,
+        metering: Metering,
         limits: StreamLimits,
         tenant_limits: TenantLimits | None = None,
         outcomes: Outcomes | None = None,
@@ -236,7 +236,7 @@ class Generator:
         self._engine = engine
         self._metrics = metrics
         self._base_digest = base_digest
-        self._quotas = quotas
+        self._metering = metering
         self._limits = limits
         self._tenant_limits = tenant_limits or TenantLimits()
         self._outcomes = outcomes or Outcomes()
@@ -279,9 +279,9 @@ class Generator:
             mode=mode,
             priority=min(request.priority, caller.max_priority),
         )
-        async with self._admitted(caller, request.choice.n) as admission:
+        async with self._admitted(answer, request.choice.n) as meter:
             budget = await self._prompts.prepare(request.prompt, max_tokens=request.choice.max_tokens)
-            await admission.reserve(prompt=len(budget.ids), output=budget.max_tokens * request.choice.n)
+            await meter.reserve(prompt=len(budget.ids), output=budget.max_tokens * request.choice.n)
             constraint = request.choice.constraint
             grammar = "" if constraint is None else await self._prompts.grammars.check(constraint)
             if request.deadline_s is not None:
@@ -304,7 +304,7 @@ class Generator:
             async with aclosing(asked.ending.watch(self._answer(asked))) as parts:
                 async for part in parts:
                     self._metrics.saw(timers[part.choice], part.piece)
-                    admission.saw(len(part.piece.ids))
+                    meter.saw(part.served, part.piece)
                     yield part
 
     async def _answer(self, asked: _Asked) -> AsyncGenerator[Part]:
@@ -426,10 +426,10 @@ class Generator:
         ]
 
     @asynccontextmanager
-    async def _admitted(self, caller: Caller, count: int) -> AsyncIterator[Admission]:
-        with self._place(caller, count):
-            async with self._quotas.admitted(caller, count) as admission:
-                yield admission
+    async def _admitted(self, answer: Answer, count: int) -> AsyncIterator[Meter]:
+        with self._place(answer.caller, count):
+            async with self._metering.request(answer, count) as meter:
+                yield meter
 
     @contextmanager
     def _place(self, caller: Caller, count: int) -> Iterator[None]:

@@ -127,6 +127,7 @@ class Metrics:
             base_name
         )
 
+        self._usage_lost = Counter("veneer_usage_lost", "Requests whose use the disk did not take.", registry=registry)
         self._quota_refusals = counter("veneer_quota_refusals", "Requests refused for a tenant's quota.", ("quota",))
         self._load_seconds = Histogram(
             "veneer_adapter_load_seconds", "Time of loads by hop.", ("origin", "target"), buckets=BOUNDS_S, registry=registry
@@ -289,6 +290,10 @@ class Metrics:
     def quota_refused(self, quota: str) -> None:
         """A request was refused for a tenant's quota."""
         self._quota_refusals.labels(quota).inc()
+
+    def usage_lost(self) -> None:
+        """What a request used could not be noted."""
+        self._usage_lost.inc()
 
     def not_finite(self) -> None:
         """A request's logits were not finite."""

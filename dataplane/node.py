@@ -27,6 +27,7 @@ from dataplane.hints import Allowance, Hint, HintSubscriber
 from dataplane.loads import LoadLimits
 from dataplane.lora.eviction import Recency
 from dataplane.lora.host_cache import HostCache
+from dataplane.metering import Metering
 from dataplane.metrics import Metrics
 from dataplane.options import control_plane_ca, engine_config, server_options
 from dataplane.outcomes import OutcomeReporter, Outcomes
@@ -43,6 +44,7 @@ from dataplane.staging import StagingReader
 from dataplane.store import AdapterStore, StoreLimits
 from dataplane.supervision import EngineSupervisor
 from dataplane.unloads import Unloads
+from dataplane.usage_reports import UsageReporter
 from veneer.artifact import BaseDescription, BaseWeights, Limits, describe_base
 from veneer.controlplane.v1 import reports_pb2
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -120,6 +122,8 @@ class Node:
                 await self.outcomes.flush()
         if self._reporter is not None:
             await self._reporter.close()
+        if hasattr(self, "usage"):
+            await self.usage.close()
         if hasattr(self, "pins"):
             self.pins.close()
         if hasattr(self, "prefetcher"):
@@ -190,6 +194,7 @@ class Node:
         self.quotas = Quotas(self.client.lease_quotas, hard_age_s=settings.t_stale_s, on_refused=self.metrics.quota_refused)
         outcomes = Outcomes()
         self.outcomes = OutcomeReporter(outcomes, self.client.report_outcomes)
+        self.usage = UsageReporter(settings.usage_journals, self.client.report_usage, on_lost=self.metrics.usage_lost)
         self.generator = Generator(
             outcomes=outcomes,
             resolver=self.resolver,
@@ -198,7 +203,7 @@ class Node:
             engine=self.supervisor,
             metrics=self.metrics,
             base_digest=base.digest,
-            quotas=self.quotas,
+            metering=Metering(self.quotas, self.usage.add),
             limits=StreamLimits(
                 max_streams=settings.max_streams,
                 max_streams_per_tenant=settings.max_streams_per_tenant,
@@ -270,6 +275,7 @@ class Node:
         self._spawn(self.prefetcher.run(), "prefetcher")
         self._spawn(self.supervisor.run(), "supervisor")
         self._spawn(self.quotas.run(), "quotas")
+        self._spawn(self.usage.run(), "usage")
         self._spawn(self._enrollment.run(), "node-key")
         self._spawn(self.outcomes.run(), "outcomes")
         self._hints: HintSubscriber | None = None

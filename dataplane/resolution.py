@@ -105,6 +105,7 @@ class Arm:
         invocation_tokens: Token ids that activate it, from where they last stand in a prompt on; empty: it is active from the
             first token.
         previous: The version that may answer in its place, if the request asks for that.
+        ticket: Shows the control plane that this node was told of it for the caller.
     """
 
     version: str
@@ -115,6 +116,7 @@ class Arm:
     state: str
     invocation_tokens: tuple[int, ...] = ()
     previous: Arm | None = None
+    ticket: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ class Settings(BaseSettings):
         control_plane: Address of the control plane's listener for callers.
         control_plane_ca: PEM authorities for its certificate; absent: plaintext, on loopback only unless `allow_plaintext`.
         node_key_file: Where the node's key is kept.
+        usage_folder: Where the journals of use are kept until the control plane has them; absent: `usage` beside the node's key.
         node_key_rotate_s: Time between rotations of the node's key.
         enrollment_token: One-time token of an operator, for the first start.
         redis_url: Server for hints; absent: the change feed alone tells of changes.
@@ -127,6 +128,7 @@ class Settings(BaseSettings):
     control_plane: str = "127.0.0.1:7600"
     control_plane_ca: Path | None = None
     node_key_file: Path = Path("/var/lib/veneer/node.key")
+    usage_folder: Path | None = None
     node_key_rotate_s: Annotated[float, Field(ge=60)] = 86_400.0
     enrollment_token: SecretStr | None = None
     redis_url: SecretStr | None = None
@@ -166,6 +168,11 @@ class Settings(BaseSettings):
         if self.t_stale_s < self.resolve_age_s:
             raise ValueError("t_stale_s must not be below resolve_age_s")
         return self
+
+    @property
+    def usage_journals(self) -> Path:
+        """Folder of the journals of use."""
+        return self.usage_folder or self.node_key_file.parent / "usage"
 
     @property
     def kv_budget(self) -> int:

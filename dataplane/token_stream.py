@@ -26,11 +26,13 @@ class End:
         reason: Why it ended.
         prompt_tokens: Tokens of the prompt.
         completion_tokens: Tokens generated, a final stop token included.
+        cached_tokens: Of the prompt's, those that the prefix cache held.
     """
 
     reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ class TokenStream:
                 reason = "stop"
             else:
                 self._append(self._stops.finish())
-            self._end = End(reason, delta.prompt_tokens, self._num_generated)
+            self._end = End(reason, delta.prompt_tokens, self._num_generated, delta.cached_tokens)
         if delta.logprobs:
             taken = delta.logprobs[: len(self._ids) - len(self._logprobs)]
             self._logprobs += taken

@@ -49,6 +49,7 @@ _REPEATABLE: dict[str, tuple[str, ...]] = {
         "CreateGrant",
         "ListGrants",
         "ListAudit",
+        "ListUsage",
         "RevokeGrant",
     ),
     "veneer.dataplane.v1.GenerationService": ("Generate",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -132,6 +133,24 @@ class Connection:
         return await self._all(
             lambda token: self._ask(stub.ListKeys, tenants_pb2.ListKeysRequest(tenant=tenant, page_token=token)), "keys"
         )
+
+    async def usage(
+        self,
+        *,
+        tenant: str = "",
+        period: tenants_pb2.UsagePeriod.ValueType = tenants_pb2.USAGE_PERIOD_DAY,
+        since: datetime | None = None,
+    ) -> list[tenants_pb2.Usage]:
+        """What a tenant's requests used, by adapter and by hour or day, latest first."""
+        stub, request = self._tenants, tenants_pb2.ListUsageRequest(tenant=tenant, period=period)
+        if since is not None:
+            request.start_time.FromDatetime(since.astimezone(UTC))
+
+        def ask(token: str) -> Awaitable[tenants_pb2.ListUsageResponse]:
+            request.page_token = token
+            return self._ask(stub.ListUsage, request)
+
+        return await self._all(ask, "usage")
 
     async def revoke_key(self, key_id: str, *, tenant: str = "", request_id: str = "") -> tenants_pb2.Key:
         """Revokes a key at once."""

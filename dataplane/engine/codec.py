@@ -85,7 +85,7 @@ def _sampling(fields: dict[str, Any]) -> Sampling:
 def _tokens(*, finishes: list[Any], logprobs: list[Any], prompt_logprobs: list[Any], **columns: list[Any]) -> Tokens:
     return Tokens(
         **{name: tuple(column) for name, column in columns.items()},
-        finishes=tuple((row, finish) for row, finish in finishes),
+        finishes=tuple((row, finish, cached) for row, finish, cached in finishes),
         logprobs=tuple((row, _logprobs(fields)) for row, fields in logprobs),
         prompt_logprobs=tuple((row, tuple(map(_logprobs, several))) for row, several in prompt_logprobs),
     )

@@ -43,7 +43,7 @@ class _News:
     indexes: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     prompt_tokens: list[int] = field(default_factory=list)
-    finishes: list[tuple[int, FinishReason]] = field(default_factory=list)
+    finishes: list[tuple[int, FinishReason, int]] = field(default_factory=list)
     logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, tuple[Logprobs, ...]]] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Commits:
         news.indexes += decodes.picks.sample_indexes.tolist()
         news.ids += tokens
         news.prompt_tokens += decoders.prompt_tokens(decodes)
-        news.finishes += ends.items()
+        news.finishes += ((row, finish, sequences[row].num_cached) for row, finish in ends.items())
         for row in ends:
             self._end(sequences[row])
 
@@ -154,7 +154,7 @@ class Commits:
         elif len(sequence.tokens) + 1 >= sequence.last:
             finish = "length"
         if finish is not None:
-            news.finishes.append((len(news.ids), finish))
+            news.finishes.append((len(news.ids), finish, sequence.num_cached))
         news.request_ids.append(sequence.request_id)
         news.indexes.append(sequence.num_output)
         news.ids.append(token)

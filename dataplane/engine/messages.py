@@ -224,6 +224,7 @@ class Delta(NamedTuple):
         prompt_tokens: Tokens of the prompt.
         logprobs: One for each id where asked for, else empty.
         prompt_logprobs: One for each token of the prompt but the first, in the first delta, where asked for.
+        cached_tokens: Of the prompt's tokens, those that the prefix cache held; with `finish`.
     """
 
     request_id: str
@@ -233,6 +234,7 @@ class Delta(NamedTuple):
     prompt_tokens: int
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    cached_tokens: int = 0
 
     def followed_by(self, later: Delta) -> Delta:
         """Returns this delta and the next one of the request as one."""
@@ -244,6 +246,7 @@ class Delta(NamedTuple):
             self.prompt_tokens,
             self.logprobs + later.logprobs,
             self.prompt_logprobs + later.prompt_logprobs,
+            later.cached_tokens,
         )
 
 
@@ -256,7 +259,7 @@ class Tokens:
         indexes: Indexes of the tokens in their outputs.
         ids: The tokens.
         prompt_tokens: Tokens of the prompts.
-        finishes: (row, why) of the requests that end with it.
+        finishes: (row, why, tokens of the prompt that the prefix cache held) of the requests that end with it.
         logprobs: (row, that of its token) where asked for.
         prompt_logprobs: (row, those of its prompt) where asked for and the token is the first.
     """
@@ -265,7 +268,7 @@ class Tokens:
     indexes: tuple[int, ...] = ()
     ids: tuple[int, ...] = ()
     prompt_tokens: tuple[int, ...] = ()
-    finishes: tuple[tuple[int, FinishReason], ...] = ()
+    finishes: tuple[tuple[int, FinishReason, int], ...] = ()
     logprobs: tuple[tuple[int, Logprobs], ...] = ()
     prompt_logprobs: tuple[tuple[int, tuple[Logprobs, ...]], ...] = ()
 
@@ -273,8 +276,8 @@ class Tokens:
         """Returns each request's part."""
         columns = zip(self.request_ids, self.indexes, zip(self.ids), repeat(None), self.prompt_tokens)
         deltas = list(starmap(Delta, columns))
-        for row, finish in self.finishes:
-            deltas[row] = deltas[row]._replace(finish=finish)
+        for row, finish, cached in self.finishes:
+            deltas[row] = deltas[row]._replace(finish=finish, cached_tokens=cached)
         for row, logprobs in self.logprobs:
             deltas[row] = deltas[row]._replace(logprobs=(logprobs,))
         for row, prompt_logprobs in self.prompt_logprobs:

@@ -38,6 +38,7 @@ class PrefixCache:
         if sequence.chain is not None and not sequence.num_charged:  # else it finds what it computed before
             self.queries += len(sequence.tokens)
             self.hits += sequence.num_scheduled
+            sequence.num_cached = sequence.num_scheduled
         return len(pages)
 
     def keep(self, sequence: Sequence, num_computed: int) -> None:

@@ -67,6 +67,7 @@ class Sequence:
         is_parked: It waits for its adapter to be loaded.
         is_unfinished: It runs, and its known tokens are not all planned.
         num_charged: Positions, from the first on, that its tenant was charged for or got from the cache.
+        num_cached: Tokens of its prompt that the prefix cache held when it first ran.
         rank_rows: Rank rows that its adapter takes in a step.
         num_named: Pages whose contents are committed and which have their names.
         seat: Row in per-sequence device state; -1 when it has none.
@@ -97,6 +98,7 @@ class Sequence:
         "lease",
         "mask",
         "num_ahead",
+        "num_cached",
         "num_charged",
         "num_named",
         "num_prompt",
@@ -150,6 +152,7 @@ class Sequence:
         self.is_parked = False
         self.is_unfinished = False
         self.num_charged = 0
+        self.num_cached = 0
         self.rank_rows = 0
         self.seat = -1
         self.lease: Lease | None = None

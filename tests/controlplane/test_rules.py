@@ -21,7 +21,7 @@ SERVICES = [
     nodes_pb2.DESCRIPTOR.services_by_name["NodeService"],
     placement_pb2.DESCRIPTOR.services_by_name["PlacementService"],
 ]
-AUDIT = {"ListKeys", "ListAudit"}
+AUDIT = {"ListKeys", "ListAudit", "ListUsage"}
 KEYS = {"CreateKey", "RotateKey", "RevokeKey", "SetFallback"} | AUDIT
 SHARING = {"Publish", "RetireVersion", "DeleteVersion", "FreezeAlias", "CreateGrant", "RevokeGrant"}
 MOVING = {"SetAlias", "Rollback", "Promote", "StartCanary", "StopCanary"}
@@ -36,6 +36,7 @@ RUNNING = {
     "ReportVersion",
     "ReportOutcomes",
     "LeaseQuotas",
+    "ReportUsage",
 }
 OPERATING = {
     "RegisterBase",

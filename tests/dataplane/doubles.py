@@ -52,11 +52,13 @@ def resolution(
     alias: str = "stable",
     invocation: tuple[int, ...] = (),
     previous: Arm | None = None,
+    ticket: bytes = b"",
 ) -> Resolution:
     """A resolution with an arm for each weight; none is the base."""
     versions = (VERSION, OTHER, "d" * 64, "e" * 64)
     arms = tuple(
-        Arm(versions[place], place + 1, weight, 8, 1000, state, invocation, previous) for place, weight in enumerate(weights)
+        Arm(versions[place], place + 1, weight, 8, 1000, state, invocation, previous, ticket)
+        for place, weight in enumerate(weights)
     )
     if not arms:
         return Resolution("", "", "", 0, (), b"")

@@ -91,6 +91,7 @@ class ControlPlane(nodes_pb2_grpc.NodeServiceServicer):
         self.changes: list[nodes_pb2.Change] = []
         self.store_is_away = False
         self.enrolled = 0
+        self.usage: list[nodes_pb2.UsageEntry] = []
 
     async def EnrollNode(self, request: Any, context: Any) -> Any:
         self.enrolled += 1
@@ -132,6 +133,10 @@ class ControlPlane(nodes_pb2_grpc.NodeServiceServicer):
     async def ReadBlob(self, request: Any, context: Any) -> AsyncIterator[Any]:
         (name,) = (blob.name for blob in self.source.grant.blobs if blob.digest == request.digest)
         yield nodes_pb2.ReadBlobResponse(data=self.source.files[name][request.offset :])
+
+    async def ReportUsage(self, request: Any, context: Any) -> Any:
+        self.usage += request.entries
+        return nodes_pb2.ReportUsageResponse(last_sequence=request.last_sequence)
 
     async def ListChanges(self, request: Any, context: Any) -> Any:
         place = int(request.cursor or len(self.changes))

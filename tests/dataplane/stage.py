@@ -13,11 +13,13 @@ from dataplane.binding import Served
 from dataplane.claims import Claim
 from dataplane.frontend.prompts import Prompts, TokenPrompt
 from dataplane.generation import GenerationRequest, Generator, Part, StreamLimits
+from dataplane.metering import Metering
 from dataplane.metrics import Metrics
 from dataplane.outcomes import Outcomes
 from dataplane.quotas import Demand, Leased, Quotas
 from dataplane.resolution import Answer, Target
 from dataplane.resolve_cache import Key, ResolveCache
+from dataplane.usage import Use
 from tests.dataplane.doubles import BASE, VERSION, ScriptedEngine, answer, delta, resolution
 from veneer.errors import VeneerError
 
@@ -77,6 +79,7 @@ class Stage:
         self.limits = StreamLimits(max_streams=3, max_streams_per_tenant=2, fallback_after_s=30)
         self.registry = CollectorRegistry()
         self.quotas = Quotas(lease_nothing)
+        self.uses: list[Use] = []
         self.metrics = Metrics(self.registry, base_name="tiny")
         self.outcomes = Outcomes()
         self.generator = self.build()
@@ -92,7 +95,7 @@ class Stage:
             engine=self.engine,
             metrics=self.metrics,
             base_digest=BASE,
-            quotas=self.quotas,
+            metering=Metering(self.quotas, self.uses.append),
             limits=self.limits,
             outcomes=self.outcomes,
         )

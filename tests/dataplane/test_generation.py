@@ -130,6 +130,27 @@ async def test_a_quota_refuses_before_any_work_and_gives_back_what_was_not_used(
     assert stage.holds_nothing()
 
 
+async def test_what_a_request_used_is_noted_once_and_before_its_caller_hears_of_the_end(stage: Stage) -> None:
+    stage.says = answer(resolution(1, ticket=b"v"), ticket=b"c")
+    async with aclosing(stage.generator.run(REQUEST)) as parts:
+        async for part in parts:
+            assert len(stage.uses) == (part.piece.end is not None)
+    (use,) = stage.uses
+    assert use[:6] == ("acme", "acme", "bot", VERSION, b"v".hex(), "OK")
+    assert use[7:] == (2, 0, 3)
+
+    hang_in_engine(stage)
+    task = asyncio.create_task(stage.run())
+    await until(lambda: len(stage.engine.submits) == 2)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert stage.uses[1][1:] == ("", "", "", b"c".hex(), "CANCELLED", stage.uses[1].unix_s, 0, 0, 0)
+    stage.says = answer(Refusal.NOT_FOUND)
+    with pytest.raises(NotFoundError):
+        await stage.run()
+    assert len(stage.uses) == 2  # what was never admitted used nothing
+
+
 async def test_an_unknown_adapter_is_answered_by_the_base_under_any(stage: Stage) -> None:
     stage.says = answer(Refusal.NOT_FOUND)
     served = await stage.served(replace(REQUEST, fallback=FallbackMode.ANY))

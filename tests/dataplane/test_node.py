@@ -256,3 +256,18 @@ async def test_an_engine_that_is_killed_ends_its_streams_unavailable_and_comes_b
                 await asyncio.sleep(0.01)
         assert (await rig.read(**BOT))[1] == before
         await rig.until_health(health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_what_requests_used_is_told_with_what_the_prefix_cache_saved(rig: Rig) -> None:
+    for _ in range(2):
+        await rig.read(**BOT, max_tokens=40)
+    await rig.read(max_tokens=3)
+    await until(lambda: sum(one.requests for one in rig.plane.usage) == 3)
+    of_bot = [one for one in rig.plane.usage if one.adapter == "bot"]
+    of_base = [one for one in rig.plane.usage if not one.adapter]
+    assert {(one.tenant, one.owner, one.version) for one in of_bot} == {("acme", "acme", rig.plane.source.version)}
+    assert sum(one.output_tokens for one in of_bot) == 80
+    assert sum(one.failed_requests for one in rig.plane.usage) == 0
+    prompt = of_base[0].prompt_tokens
+    assert sum(one.prompt_tokens for one in of_bot) == 2 * prompt
+    assert sum(one.cached_tokens for one in of_bot) == (prompt - 1) // 16 * 16

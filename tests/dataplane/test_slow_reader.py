@@ -20,6 +20,7 @@ from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import State
 from dataplane.frontend.prompts import Prompts
 from dataplane.generation import Generator, StreamLimits
+from dataplane.metering import Metering
 from dataplane.model.config import parse_config
 from dataplane.model.decoder import weight_shapes
 from dataplane.quotas import Quotas
@@ -100,7 +101,7 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
         )  # fmt: skip
         prompts = Prompts(model_dir, max_context=engine.ready.max_context, vocab_size=engine.ready.vocab_size)
         generator = Generator(
-            quotas=Quotas(lease_nothing),
+            metering=Metering(Quotas(lease_nothing), [].append),
             resolver=ResolveCache(base_for_everyone, soft_age_s=60), prompts=prompts, loader=None, engine=engine,
             metrics=make_metrics(), base_digest=BASE, limits=StreamLimits(**limits),
         )  # type: ignore[arg-type]  # fmt: skip

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from tests.e2e.driving import greedy
 from tests.fixtures.adapters import AdapterFiles
@@ -81,6 +82,11 @@ def _upload(scene: Scene) -> list[Message]:
     return [catalog_pb2.PublishRequest(header=header), *(catalog_pb2.PublishRequest(part=part) for part in parts)]
 
 
+def _usage(scene: Scene) -> Message:
+    entry = nodes_pb2.UsageEntry(tenant="acme", requests=1, hour=Timestamp(seconds=3600))
+    return nodes_pb2.ReportUsageRequest(journal="0" * 32, first_sequence=1, last_sequence=1, entries=[entry])
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """What a method answers to each kind of caller on the caller's own listener.
@@ -122,6 +128,7 @@ TABLE = {
         "ListGrants": Row(lambda s: tenants_pb2.ListGrantsRequest(), OK, OK, OK, PD, PD),
         "RevokeGrant": Row(lambda s: tenants_pb2.RevokeGrantRequest(adapter="tone", grantee="strict"), OK, PD, NF, PD, PD),
         "ListAudit": Row(lambda s: tenants_pb2.ListAuditRequest(tenant="acme"), OK, PD, NF, PD, OK),
+        "ListUsage": Row(lambda s: tenants_pb2.ListUsageRequest(tenant="acme"), OK, PD, NF, PD, OK),
     },
     "veneer.controlplane.v1.CatalogService": {
         "Publish": Row(_upload, OK, PD, OK, PD, PD),  # into one's own part of the catalogue
@@ -181,6 +188,7 @@ TABLE = {
         "ReportVersion": Row(
             lambda s: nodes_pb2.ReportVersionRequest(version=s.spare, fault=nodes_pb2.VERSION_FAULT_CORRUPT), PD, PD, PD, OK, PD
         ),
+        "ReportUsage": Row(_usage, PD, PD, PD, PD, PD),  # let in, and without a ticket for the tenant
         "LeaseQuotas": Row(  # let in, and without a ticket for the tenant
             lambda s: nodes_pb2.LeaseQuotasRequest(demands=[nodes_pb2.QuotaDemand(tenant="acme")]), PD, PD, PD, PD, PD
         ),

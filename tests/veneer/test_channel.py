@@ -27,6 +27,7 @@ NEVER_REPEATED = {
     "NodeService/ReportVersion",
     "NodeService/LeaseQuotas",
     "NodeService/ReportOutcomes",
+    "NodeService/ReportUsage",
     "AdminService/Drain",
     "AdminService/WatchResidency",  # who comes back says where it was
 }

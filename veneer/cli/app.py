@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from veneer.cli import audit, canaries, catalog, checking, generation, nodes, operations, pins, stack, tenants, top
+from veneer.cli import audit, canaries, catalog, checking, generation, nodes, operations, pins, stack, tenants, top, usage
 from veneer.cli.output import print_error, print_fault
 from veneer.cli.target import DEFAULT_STATE, Target
 from veneer.errors import VeneerError
@@ -91,6 +91,7 @@ app.command("retire")(catalog.retire)
 app.command("delete")(catalog.delete)
 app.command("generate")(generation.generate)
 app.add_typer(canaries.canaries, name="canary", help="Versions on their way to an alias's whole traffic.")
+app.command("usage")(usage.usage)
 app.add_typer(operations.bases, name="base", help="Base models (for operators).")
 nodes.nodes.command("pin")(pins.pin)
 nodes.nodes.command("unpin")(pins.unpin)

@@ -36,7 +36,7 @@ MESSAGES = [
     Stop(),
     Tokens(
         ("a", "b"), (0, 1), (5, 6), (2, 9),
-        ((1, "stop"),), ((0, Logprobs(-0.5, ((5, -0.5),))),), ((0, (Logprobs(-1.0), Logprobs(-2.0))),),
+        ((1, "stop", 4),), ((0, Logprobs(-0.5, ((5, -0.5),))),), ((0, (Logprobs(-1.0), Logprobs(-2.0))),),
     ),
     Failed("a", "INTERNAL", "two\nlines"),
     Wanted("v"),

@@ -98,6 +98,13 @@ def test_text_goes_to_standard_output_and_what_served_it_beside(veneer: Run) -> 
     assert "[base]" not in ok(outcome)
 
 
+def test_usage_is_listed_once_it_is_told(veneer: Run) -> None:
+    ok(veneer("generate", "hello", "--max-tokens", 3))
+    followed(lambda: "(base)" in ok(veneer("usage", "--by", "hour")))
+    assert json.loads(ok(veneer("usage", "--tenant", "acme", "--json")))[-1]["output_tokens"]
+    assert veneer("usage", "--tenant", "nobody").status == 1
+
+
 def test_a_fallback_is_announced(veneer: Run) -> None:
     outcome = veneer("generate", "hello", "--adapter", "absent", "--max-tokens", 2, "--fallback", "any")
     ok(outcome)

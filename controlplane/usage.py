@@ -1,0 +1,153 @@
+"""The ledger of use: what data planes report out of their journals, each record once, and what tenants read of it."""
+
+from __future__ import annotations
+
+import hmac
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby
+from typing import Any, Final, Literal
+
+from sqlalchemy import Row, func, select, text, tuple_, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from controlplane import models
+from controlplane.db import NODE, Database, Scope, set_scope
+from controlplane.paging import page_limit, page_start, page_token
+from controlplane.tickets import ticket
+from controlplane.vault import Vault
+from veneer.errors import NotFoundError, PermissionDeniedError
+
+_COUNTS: Final = ("requests", "failed_requests", "prompt_tokens", "cached_tokens", "output_tokens")
+Period = Literal["hour", "day"]
+
+_HOUR = text("""
+    SELECT least(date_trunc('hour', CAST(:hour AS timestamptz), 'UTC'), date_trunc('hour', now(), 'UTC'))
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What requests used."""
+
+    requests: int
+    failed_requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What requests of one tenant to one version used in an hour, as a node says."""
+
+    tenant: str
+    owner: str
+    adapter: str
+    version: str
+    ticket: bytes
+    hour: datetime
+    counts: Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Records of a journal, by their numbers."""
+
+    journal: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a tenant's requests to one adapter used from `start_time` on, for an hour or a day."""
+
+    start_time: datetime
+    owner: str
+    adapter: str
+    counts: Counts
+
+
+class UsageLedger:
+    """Use cases of the ledger. Stateless; any task may call it."""
+
+    def __init__(self, database: Database, vault: Vault) -> None:
+        self._database = database
+        self._vault = vault
+
+    async def take(self, node_id: str, records: Records, entries: Sequence[Entry]) -> int:
+        """Adds what the next records of a journal say; returns the number of the last one that was added, now or before.
+
+        What does not begin right after that changes nothing, so that a report which comes twice, or whose answer was lost, is
+        added once.
+
+        Raises:
+            PermissionDeniedError: The node was not told of a version for a tenant; nothing was added then.
+        """
+        for one in entries:
+            known = ticket(self._vault, node_id, one.tenant, one.owner, one.adapter, one.version)
+            if not hmac.compare_digest(one.ticket, known):
+                raise PermissionDeniedError("the node was not told of this version for this tenant")
+        columns = models.usage_journals.c
+        mine = (columns.node == uuid.UUID(node_id), columns.journal == records.journal)
+        begun = insert(models.usage_journals).values(node=uuid.UUID(node_id), journal=records.journal, last_sequence=0)
+        async with self._database.transaction(NODE) as connection:
+            await connection.execute(begun.on_conflict_do_nothing())
+            locked = select(columns.last_sequence).where(*mine).with_for_update()
+            last = int((await connection.execute(locked)).scalar_one())
+            if records.first != last + 1 or records.last < records.first:
+                return last
+            moved = update(models.usage_journals).where(*mine).values(last_sequence=records.last, update_time=func.now())
+            await connection.execute(moved)
+            await self._add(connection, entries)
+        return records.last
+
+    async def _add(self, connection: AsyncConnection, entries: Sequence[Entry]) -> None:
+        # In one order everywhere: two nodes that add to the same rows wait for each other and never both.
+        ordered = sorted(entries, key=lambda one: (one.tenant, one.hour, one.owner, one.adapter))
+        for tenant, group in groupby(ordered, key=lambda one: one.tenant):
+            await set_scope(connection, Scope.of_node_for(tenant))
+            for one in group:
+                hour = (await connection.execute(_HOUR, {"hour": one.hour})).scalar_one()
+                row = {"tenant": tenant, "hour": hour, "owner": one.owner, "adapter": one.adapter}
+                query = insert(models.usage).values(row | {name: getattr(one.counts, name) for name in _COUNTS})
+                sums = {name: models.usage.c[name] + query.excluded[name] for name in _COUNTS}
+                await connection.execute(query.on_conflict_do_update(constraint="pk_usage", set_=sums))
+
+    async def page(
+        self, tenant: str, period: Period, *, start: datetime | None, page_size: int, token: str
+    ) -> tuple[list[Used], str]:
+        """A page of what a tenant used, latest first, and the next page's token.
+
+        Raises:
+            NotFoundError: There is no such tenant.
+        """
+        limit, listing = page_limit(page_size), f"usage/{period}"
+        after = page_start(listing, token, kinds=[datetime, str, str])
+        columns = models.usage.c
+        begin = func.date_trunc(period, columns.hour, "UTC").label("begin")
+        keys = (begin, columns.owner, columns.adapter)
+        query = select(*keys, *(func.sum(columns[name]).label(name) for name in _COUNTS)).where(columns.tenant == tenant)
+        if start is not None:
+            query = query.where(columns.hour >= start)
+        if after is not None:
+            rest = (begin < after[0]) | ((begin == after[0]) & (tuple_(columns.owner, columns.adapter) > tuple(after[1:])))
+            query = query.where(columns.hour < after[0] + func.make_interval(0, 0, 0, 1), rest)
+        query = query.group_by(*keys).order_by(begin.desc(), columns.owner, columns.adapter).limit(limit + 1)
+        async with self._database.transaction(Scope.of_tenant(tenant)) as connection:
+            known = select(models.tenants.c.name).where(models.tenants.c.name == tenant)
+            if (await connection.execute(known)).one_or_none() is None:
+                raise NotFoundError("there is no such tenant")
+            used = [_used(row) for row in (await connection.execute(query)).all()]
+        shown = used[:limit]
+        if len(used) <= limit:
+            return shown, ""
+        return shown, page_token(listing, [shown[-1].start_time, shown[-1].owner, shown[-1].adapter])
+
+
+def _used(row: Row[Any]) -> Used:
+    return Used(row.begin, row.owner, row.adapter, Counts(*(int(getattr(row, name)) for name in _COUNTS)))

@@ -1,0 +1,112 @@
+"""The journal of what requests used: files on disk to which every request adds one line when it ends.
+
+A line holds a checksum and the record. It is handed to the kernel before the caller learns of the end, so a process that is
+killed loses nothing that was told; the disk is waited for in groups. Every process begins a journal of its own, under a name that
+it draws, so that a torn line at the end of an older one is cut off and nothing is ever written after it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import zlib
+from pathlib import Path
+
+from dataplane.usage import Use
+
+_SUFFIX = ".journal"
+
+
+class Journal:
+    """The journal of this process. Owned by the event loop; `sync` may be called from another thread.
+
+    Args:
+        folder: Where journals lie; made when it is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path = folder / f"{secrets.token_hex(16)}{_SUFFIX}"
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # it ends with the process
+        self.size_bytes = 0
+
+    def add(self, use: Use) -> None:
+        """Adds a record.
+
+        Raises:
+            OSError: The disk does not take it; what was written of it is cut off.
+        """
+        line = _line(use)
+        if os.write(self._file, line) != len(line):
+            os.ftruncate(self._file, self.size_bytes)
+            raise OSError("the journal's disk is full")
+        self.size_bytes += len(line)
+
+    def sync(self) -> None:
+        """Waits until all that was added is on disk."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Ends the journal."""
+        os.close(self._file)
+        self._file = -1
+
+
+def left_behind(folder: Path) -> list[Path]:
+    """Returns the journals to which no process writes any more, oldest first."""
+    return [
+        path for path in sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns) if not _is_written(path)
+    ]
+
+
+def name_of(path: Path) -> str:
+    """Returns the name that a journal's process drew."""
+    return path.name.removesuffix(_SUFFIX)
+
+
+def set_aside(path: Path) -> None:
+    """Keeps a journal that is not wanted where nobody reads it."""
+    path.rename(path.with_suffix(".refused"))
+
+
+def read(path: Path, offset: int, *, max_records: int) -> tuple[list[Use], int]:
+    """Returns the next records of a journal and where the one after them begins; none behind a line that does not read."""
+    uses: list[Use] = []
+    with path.open("rb") as file:
+        file.seek(offset)
+        while len(uses) < max_records and (use := _use(line := file.readline())) is not None:
+            uses.append(use)
+            offset += len(line)
+    return uses, offset
+
+
+def cut_tail(path: Path, offset: int) -> int:
+    """Cuts a journal off that nobody writes to; returns how many bytes that were."""
+    size = path.stat().st_size - offset
+    if size:
+        os.truncate(path, offset)
+    return size
+
+
+def _is_written(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _line(use: Use) -> bytes:
+    record = json.dumps(use, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(record), record)
+
+
+def _use(line: bytes) -> Use | None:
+    checksum, _, record = line.removesuffix(b"\n").partition(b" ")
+    if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(record):
+        return None
+    return Use(*json.loads(record))

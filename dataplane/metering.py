@@ -1,0 +1,116 @@
+"""What a request may use and what it did: the tenant's quotas before it runs, the journal when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from dataplane.binding import Served
+from dataplane.quotas import Admission, Quotas
+from dataplane.resolution import Answer, Resolution
+from dataplane.token_stream import Piece
+from dataplane.usage import Use
+from veneer.errors import VeneerError
+
+
+@dataclass(slots=True)
+class Meter:
+    """Counts one request. Owned by its handler."""
+
+    _answer: Answer
+    _admission: Admission
+    _note: Callable[[Use], None]
+    _open: int
+    _prompt: int = 0
+    _cached: int = 0
+    _output: int = 0
+    _served: Served | None = None
+    _is_noted: bool = False
+
+    async def reserve(self, *, prompt: int, output: int) -> None:
+        """See `Admission.reserve`."""
+        self._prompt = prompt
+        await self._admission.reserve(prompt=prompt, output=output)
+
+    def saw(self, served: Served | None, piece: Piece) -> None:
+        """A piece is about to go out; with the last one of all choices the request is noted before its caller hears of it."""
+        self._served = served or self._served
+        self._output += len(piece.ids)
+        self._admission.saw(len(piece.ids))
+        if piece.end is not None:
+            self._cached = max(self._cached, piece.end.cached_tokens)
+            self._open -= 1
+            if not self._open:
+                self.note("OK")
+
+    def note(self, status: str) -> None:
+        """Notes what the request used, once."""
+        if self._is_noted:
+            return
+        self._is_noted = True
+        served = self._served
+        version = "" if served is None or served.version is None else served.version
+        self._note(
+            Use(
+                self._answer.caller.tenant,
+                served.owner if served is not None and version else "",
+                served.adapter if served is not None and version else "",
+                version,
+                _ticket(self._answer, version).hex(),
+                status,
+                int(time.time()),
+                0 if served is None else self._prompt,
+                self._cached,
+                self._output,
+            )
+        )
+
+
+class Metering:
+    """Owned by the event loop.
+
+    Args:
+        quotas: What tenants may use at most in all.
+        note: Takes what a request used.
+    """
+
+    def __init__(self, quotas: Quotas, note: Callable[[Use], None]) -> None:
+        self._quotas = quotas
+        self._note = note
+
+    @asynccontextmanager
+    async def request(self, answer: Answer, streams: int) -> AsyncIterator[Meter]:
+        """Counts a request for the length of the block; one that is refused here is not noted.
+
+        Raises:
+            QuotaExceededError: A quota does not allow it.
+            UnavailableError: The quotas are not known.
+        """
+        async with self._quotas.admitted(answer.caller, streams) as admission:
+            meter = Meter(answer, admission, self._note, streams)
+            status = "OK"
+            try:
+                yield meter
+            except VeneerError as error:
+                status = error.status
+                raise
+            except (asyncio.CancelledError, GeneratorExit):
+                status = "CANCELLED"
+                raise
+            except BaseException:
+                status = "INTERNAL"
+                raise
+            finally:
+                meter.note(status)
+
+
+def _ticket(answer: Answer, version: str) -> bytes:
+    if version and isinstance(answer.outcome, Resolution):
+        for arm in answer.outcome.arms:
+            for one in (arm, arm.previous):
+                if one is not None and one.version == version:
+                    return one.ticket
+    return answer.caller.ticket

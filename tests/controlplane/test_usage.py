@@ -1,0 +1,240 @@
+"""The ledger counts each record once: reports that come twice, answers that are lost, processes that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from dataplane.catalog_client import CatalogClient, open_channel
+from dataplane.resolution import Resolution, Target
+from dataplane.resolve_cache import Key
+from dataplane.usage import Use, UseCounts, UseKey
+from dataplane.usage_reports import UsageReporter
+from tests.fixtures.controlplane import BASE_DIGEST, CALLER, Client, World, refused
+from veneer.controlplane.v1 import nodes_pb2, tenants_pb2
+from veneer.errors import PermissionDeniedError, UnavailableError
+
+DAY_S = 86_400
+NOON_S = 20_000 * DAY_S + 12 * 3600
+ROOT = Path(__file__).resolve().parents[2]
+
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from dataplane.catalog_client import CatalogClient, open_channel
+from dataplane.usage import Use
+from dataplane.usage_reports import UsageReporter
+
+async def main(address, base, secret, folder, use):
+    async with open_channel(address, ca_pem=None) as channel:
+        client = CatalogClient(channel, base_digest=base, timeout_s=30)
+        client._secret = secret
+        reporter = UsageReporter(Path(folder), client.report_usage, interval_s=0)
+        sending = asyncio.create_task(reporter.run())
+        while True:
+            reporter.add(Use(*use[:6], *map(int, use[6:])))
+            print("noted", flush=True)
+            await asyncio.sleep(0)
+
+address, base, secret, folder, *use = sys.argv[1:]
+asyncio.run(main(address, base, secret, folder, use))
+"""
+
+
+@asynccontextmanager
+async def node_client(world: World, node: Client) -> AsyncIterator[CatalogClient]:
+    assert world.plane.server.addresses is not None
+    async with open_channel(world.plane.server.addresses.callers, ca_pem=None) as channel:
+        client = CatalogClient(channel, base_digest=BASE_DIGEST, timeout_s=30)
+        client._secret = node.secret
+        yield client
+
+
+async def use_of(client: CatalogClient, caller: Client, adapter: str = "style", *, unix_s: int = NOON_S) -> Use:
+    """A record of a request as a data plane would make it of what it was told."""
+    answer = await client.resolve(Key(caller.digest, Target(adapter)))
+    if not adapter:
+        return Use(answer.caller.tenant, "", "", "", answer.caller.ticket.hex(), "OK", unix_s, 10, 4, 3)
+    assert isinstance(answer.outcome, Resolution)
+    (arm,) = answer.outcome.arms
+    owner = answer.outcome.owner
+    return Use(answer.caller.tenant, owner, adapter, arm.version, arm.ticket.hex(), "OK", unix_s, 10, 4, 3)
+
+
+async def listed(caller: Client, **fields: Any) -> list[tenants_pb2.Usage]:
+    return list((await caller.tenants.ListUsage(tenants_pb2.ListUsageRequest(**fields))).usage)
+
+
+async def test_a_report_that_comes_twice_or_out_of_turn_counts_once(world: World) -> None:
+    await world.base()
+    acme, node = await world.tenant("acme"), await world.node()
+    await world.publish(acme)
+    async with node_client(world, node) as client:
+        use = await use_of(client, acme)
+    entry = nodes_pb2.UsageEntry(
+        tenant="acme", owner="acme", adapter="style", version=use.version, ticket=bytes.fromhex(use.ticket),
+        hour=Timestamp(seconds=NOON_S), requests=3, failed_requests=1, prompt_tokens=30, cached_tokens=12, output_tokens=9,
+    )  # fmt: skip
+
+    async def report(first: int, last: int, journal: str = "a" * 32) -> int:
+        request = nodes_pb2.ReportUsageRequest(journal=journal, first_sequence=first, last_sequence=last, entries=[entry])
+        return int((await node.nodes.ReportUsage(request)).last_sequence)
+
+    assert await asyncio.gather(*(report(1, 3) for _ in range(5))) == [3] * 5
+    assert [await report(*which) for which in ((1, 3), (2, 5), (5, 7), (4, 6), (4, 6), (1, 3))] == [3, 3, 3, 6, 6, 6]
+    assert await report(1, 3, "b" * 32) == 3
+    (usage,) = await listed(acme)
+    assert (usage.requests, usage.failed_requests, usage.output_tokens) == (9, 3, 27)
+    assert (usage.prompt_tokens, usage.cached_tokens) == (90, 36)
+
+
+async def test_a_node_reports_of_nothing_that_it_was_not_told_of(world: World) -> None:
+    await world.base()
+    acme, rival = await world.tenant("acme"), await world.tenant("rival")
+    node, other = await world.node("one"), await world.node("other")
+    await world.publish(acme)
+    async with node_client(world, node) as client, node_client(world, other) as foreign:
+        use = await use_of(client, acme)
+        key = UseKey(*use[:5], hour=NOON_S)
+        base_ticket = (await use_of(client, rival, "")).ticket
+        wrong = [
+            (foreign, key),
+            (client, key._replace(tenant="rival")),
+            (client, key._replace(tenant="rival", ticket=base_ticket)),
+            (client, key._replace(version="0" * 64)),
+            (client, key._replace(ticket="")),
+        ]
+        for who, one in wrong:
+            with pytest.raises(PermissionDeniedError):
+                await who.report_usage("a" * 32, 1, 1, {key._replace(hour=0): UseCounts(1), one: UseCounts(1)})
+    assert await listed(acme) == await listed(rival) == []
+
+
+async def test_lost_answers_and_a_control_plane_that_is_away_lose_and_double_nothing(world: World, tmp_path: Path) -> None:
+    await world.base()
+    acme, node = await world.tenant("acme"), await world.node()
+    await world.publish(acme)
+    async with node_client(world, node) as client:
+        use = await use_of(client, acme)
+        fates = iter(["lost", "away", "fine", "lost"])
+
+        async def report(journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts], /) -> int:
+            fate = next(fates, "fine")
+            if fate == "away":
+                raise UnavailableError("away")
+            taken = await client.report_usage(journal, first, last, uses)
+            if fate == "lost":
+                raise UnavailableError("lost")
+            return taken
+
+        reporter, num_added = UsageReporter(tmp_path, report), 0
+        for number in (3, 4, 1, 2, 5):  # more comes between an answer that was lost and the next report
+            for _ in range(number):
+                reporter.add(use)
+            num_added += number
+            try:
+                await reporter.send()
+            except UnavailableError:
+                continue
+            (usage,) = await listed(acme)
+            assert usage.requests == num_added
+        await reporter.close()
+    assert (num_added, usage.output_tokens) == (15, 45)
+
+
+async def test_a_data_plane_that_is_killed_again_and_again_loses_and_doubles_nothing(world: World, tmp_path: Path) -> None:
+    await world.base()
+    acme, node = await world.tenant("acme"), await world.node()
+    await world.publish(acme)
+    assert world.plane.server.addresses is not None
+    folder, noted, kills = tmp_path / "usage", 0, (1, 40, 150)
+    async with node_client(world, node) as client:
+        use = await use_of(client, acme)
+        arguments = [world.plane.server.addresses.callers, BASE_DIGEST, node.secret, str(folder), *map(str, use)]
+        for kill_at in kills:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", CHILD, *arguments, stdout=asyncio.subprocess.PIPE, cwd=ROOT
+            )
+            assert child.stdout is not None
+            for _ in range(kill_at):
+                assert await child.stdout.readline() == b"noted\n"
+            os.kill(child.pid, signal.SIGKILL)
+            noted += kill_at + (await child.stdout.read()).count(b"\n")
+            await child.wait()
+        for path in folder.glob("*.journal"):
+            with path.open("ab") as file:
+                file.write(b"0123")  # a line that the last kill tore
+        reporter = UsageReporter(folder, client.report_usage)
+        await reporter.send()
+        assert list(folder.iterdir()) == [reporter._journal.path]
+        await reporter.close()
+    (usage,) = await listed(acme)
+    assert noted <= usage.requests <= noted + len(kills)  # a kill may come between a record and the child's word of it
+    assert usage.prompt_tokens == 10 * usage.requests
+
+
+async def test_a_journal_that_is_refused_is_set_aside_and_holds_up_no_other(world: World, tmp_path: Path) -> None:
+    await world.base()
+    acme, node = await world.tenant("acme"), await world.node()
+    await world.publish(acme)
+    async with node_client(world, node) as client:
+        use = await use_of(client, acme)
+        for one in (use._replace(ticket="00"), use):
+            earlier = UsageReporter(tmp_path, client.report_usage)
+            earlier.add(one)
+            earlier._journal.close()
+        reporter = UsageReporter(tmp_path, client.report_usage)
+        await reporter.send()
+        await reporter.close()
+    assert len(list(tmp_path.glob("*.refused"))) == 1
+    assert [one.requests for one in await listed(acme)] == [1]
+
+
+async def test_usage_is_read_by_adapter_and_hour_or_day_in_pages_by_its_tenant_alone(world: World, tmp_path: Path) -> None:
+    await world.base()
+    acme, rival, node = await world.tenant("acme"), await world.tenant("rival"), await world.node()
+    await world.publish(acme)
+    await world.publish(acme, "other", seed=1)
+    async with node_client(world, node) as client:
+        reporter = UsageReporter(tmp_path, client.report_usage)
+        for hour in range(3):
+            for adapter in ("style", "other", ""):
+                reporter.add(await use_of(client, acme, adapter, unix_s=NOON_S + hour * 3600 + 5))
+        reporter.add(await use_of(client, acme, unix_s=NOON_S - DAY_S))
+        reporter.add(await use_of(client, acme, unix_s=4_000_000_000))  # a clock that is wrong
+        await reporter.send()
+        await reporter.close()
+    by_day = await listed(acme)
+    assert [(one.adapter, one.requests) for one in by_day[1:]] == [("", 3), ("other", 3), ("style", 3), ("style", 1)]
+    assert by_day[0].start_time.seconds < 4_000_000_000 - DAY_S
+    assert by_day[1].start_time.seconds == NOON_S // DAY_S * DAY_S
+
+    hours = {"period": tenants_pb2.USAGE_PERIOD_HOUR}
+    paged, token = [], ""
+    while not paged or token:
+        request = tenants_pb2.ListUsageRequest(page_size=2, page_token=token, **hours)
+        response = await acme.tenants.ListUsage(request)
+        paged += response.usage
+        token = response.next_page_token
+    assert paged == await listed(acme, **hours)
+    assert len(paged) == 11
+    assert [one.start_time.seconds for one in paged[1:4]] == [NOON_S + 2 * 3600] * 3
+    assert len(await listed(acme, start_time=Timestamp(seconds=NOON_S - 3600))) == 4
+
+    assert await listed(rival) == []
+    assert (await refused(rival.tenants.ListUsage(tenants_pb2.ListUsageRequest(tenant="acme"))))[0] == grpc.StatusCode.NOT_FOUND
+    operated = await world.operator.tenants.ListUsage(tenants_pb2.ListUsageRequest(tenant="acme"))
+    assert list(operated.usage) == by_day
+    caller = await world.key("acme", CALLER)
+    code, _ = await refused(caller.tenants.ListUsage(tenants_pb2.ListUsageRequest()))
+    assert code == grpc.StatusCode.PERMISSION_DENIED
