@@ -36,6 +36,7 @@ from benchmarks.histories.system import Key
 ALIASES = ("stable", "canary")
 _WITH_ID = (Publish, SetAlias, Rollback, Delete)
 _MAX_ATTEMPTS = 5
+_SETTLE_TIMEOUT_S = 120.0
 _RECENT = 6
 """Versions and writes that clients still think of."""
 
@@ -117,19 +118,27 @@ class Client:
                 await self._do(board, Publish(board.new_digest(self._world.content)), request_id=self._new_id())
 
     async def settle(self) -> None:
-        """Writes once more to each adapter until that is known, and reads everything: the truth at the end."""
+        """Writes once more to each adapter until that is known, and reads everything: the truth at the end.
+
+        Raises:
+            TimeoutError: The system does not come back.
+        """
         for board in self._world.boards:
-            last: Outcome | None = None
-            while not isinstance(last, Published):
-                last = await self._do(
-                    board, Publish(board.new_digest(self._world.content), ALIASES[0]), request_id=self._new_id()
-                )
+            async with asyncio.timeout(_SETTLE_TIMEOUT_S):
+                await self._publish_surely(board)
             for plane in range(len(self._connections)):
                 await self._read_all(board, plane)
                 for caller in ("", self._world.guest.tenant):
                     await self._resolve_as(board, Resolve(caller, ALIASES[0]), self._key_of(caller), plane)
         for key in self._world.spare:
             await self._resolve_as(self._world.boards[0], Resolve("", ALIASES[0]), key, 0)
+
+    async def _publish_surely(self, board: Board) -> None:
+        last: Outcome | None = None
+        while not isinstance(last, Published):
+            await asyncio.sleep(0.05)
+            what = Publish(board.new_digest(self._world.content), ALIASES[0])
+            last = await self._do(board, what, request_id=self._new_id())
 
     def _key_of(self, caller: str) -> Key:
         return self._world.guest if caller else self._world.owner

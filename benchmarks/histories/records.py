@@ -121,6 +121,10 @@ Call = (
 )
 
 
+READS = (Resolve, ReadAliases, ReadCount, ReadVersions, UseKey)
+"""Calls that change nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Moved:
     """An alias as a move left it; one without arms points at nothing."""

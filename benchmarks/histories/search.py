@@ -1,8 +1,9 @@
 """Looks for an order of operations that fits a sequential model: is a history linearizable?
 
 A depth-first walk over the operations that may come next (those called before any other outstanding one returned), which
-never enters the same pair of what is done and the state after it twice. Two cuts keep unknown outcomes from multiplying it:
-a point is left when it spent more of them than an equal one before it, and when its state has grown past what is still to come.
+never enters the same pair of what is done and the state after it twice. Three cuts keep it small: what changes nothing is not
+tried later as well; a point is left when it spent more of the calls whose outcome is not known than an equal one before it,
+or when its state has grown past what is still to come.
 
 Source: Wing, Gong: Testing and verifying concurrent objects (1993); Lowe: Testing for linearizability (2017), for the memo.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.histories.model import State, ceilings, levels, step
-from benchmarks.histories.records import Lost, Operation
+from benchmarks.histories.records import READS, Lost, Operation, Refused
 
 _MAX_CONFIGURATIONS = 400_000
 
@@ -101,12 +102,21 @@ class _Walk:
         return sorted(found, key=lambda pair: pair[1].end)
 
     def after(self, node: _Node) -> Iterator[tuple[Operation, _Node]]:
-        """Every operation that may come next, with the point after it; unknown ones last."""
+        """Every operation that may come next, with the point after it; unknown ones last.
+
+        One that fits here and whose outcome says that it changed nothing comes next, alone: no order needs it later.
+        """
         outstanding = self.outstanding(node)
+        writes: list[tuple[Operation, _Node]] = []
         for at, one in outstanding:
             outcome, state = step(node.state, one)
             if outcome == one.outcome:
-                yield one, _Node(node.known | 1 << at, node.unknown, state)
+                child = _Node(node.known | 1 << at, node.unknown, state)
+                if isinstance(one.what, READS) or isinstance(outcome, Refused):
+                    yield one, child
+                    return
+                writes.append((one, child))
+        yield from writes
         latest = max((one.end for _, one in outstanding[:1]), default=None)
         for at, one in enumerate(self.unknown):
             if node.unknown >> at & 1 or latest is None or one.call > latest:

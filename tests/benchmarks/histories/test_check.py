@@ -217,6 +217,14 @@ def test_a_resolve_that_overlaps_the_revocation_may_succeed() -> None:
     assert story.promises_broken() == set()
 
 
+def test_a_write_that_would_change_nothing_at_first_may_be_the_one_that_changes_something_later() -> None:
+    story = two_versions().add(Grant("guest"), Done()).add(Revoke("guest"), Done(), call=10, end=20)
+    story.add(Grant("guest"), Done(), call=10, end=40)
+    story.add(Resolve("guest", "stable"), Refused("NOT_FOUND"), call=25, end=30)
+    story.add(Resolve("guest", "stable"), served(1, (A, 1, "")), call=45, end=46)
+    assert story.promises_broken() == set()
+
+
 def test_a_new_grant_makes_up_for_the_revocation() -> None:
     story = two_versions().add(Grant("guest"), Done()).add(Revoke("guest"), Done()).add(Grant("guest"), None)
     assert story.add(Resolve("guest", "stable"), served(1, (A, 1, ""))).promises_broken() == set()
