@@ -188,8 +188,8 @@ class Connection:
         return _moved((await self._catalog.Rollback(request, **self._owner)).alias)
 
     async def _retire(self, adapter: str, what: Retire, request_id: str) -> Outcome:
-        del request_id
-        await self._catalog.RetireVersion(catalog_pb2.RetireVersionRequest(adapter=adapter, version=what.version), **self._owner)
+        request = catalog_pb2.RetireVersionRequest(adapter=adapter, version=what.version, request_id=request_id)
+        await self._catalog.RetireVersion(request, **self._owner)
         return Done()
 
     async def _delete(self, adapter: str, what: Delete, request_id: str) -> Outcome:
@@ -198,13 +198,13 @@ class Connection:
         return Deleted(tuple(map(_moved, found.aliases)))
 
     async def _grant(self, adapter: str, what: Grant, request_id: str) -> Outcome:
-        del request_id
-        await self._tenants.CreateGrant(tenants_pb2.CreateGrantRequest(adapter=adapter, grantee=what.grantee), **self._owner)
+        request = tenants_pb2.CreateGrantRequest(adapter=adapter, grantee=what.grantee, request_id=request_id)
+        await self._tenants.CreateGrant(request, **self._owner)
         return Done()
 
     async def _revoke(self, adapter: str, what: Revoke, request_id: str) -> Outcome:
-        del request_id
-        await self._tenants.RevokeGrant(tenants_pb2.RevokeGrantRequest(adapter=adapter, grantee=what.grantee), **self._owner)
+        request = tenants_pb2.RevokeGrantRequest(adapter=adapter, grantee=what.grantee, request_id=request_id)
+        await self._tenants.RevokeGrant(request, **self._owner)
         return Done()
 
 

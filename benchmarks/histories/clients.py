@@ -34,7 +34,6 @@ from benchmarks.histories.records import (
 from benchmarks.histories.system import Key
 
 ALIASES = ("stable", "canary")
-_WITH_ID = (Publish, SetAlias, Rollback, Delete)
 _MAX_ATTEMPTS = 5
 _SETTLE_TIMEOUT_S = 120.0
 _RECENT = 6
@@ -188,7 +187,7 @@ class Client:
 
     async def _write(self, board: Board) -> None:
         what = self._draw(board)
-        has_id = isinstance(what, Publish) or (isinstance(what, _WITH_ID) and self._chance.random() < 0.8)
+        has_id = isinstance(what, Publish) or self._chance.random() < 0.8
         await self._do(board, what, request_id=self._new_id() if has_id else "")
 
     async def _repeat(self, board: Board) -> None:

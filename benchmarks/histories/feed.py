@@ -55,9 +55,9 @@ def _changes_of_grants(operations: Sequence[Operation]) -> tuple[int, int]:
     least = most = num_open = 0
     for grantee in {one.what.grantee for one in operations if isinstance(one.what, Grant)}:
         withdrawn = [one for one in operations if isinstance(one.what, Revoke) and one.what.grantee == grantee]
-        num_known = sum(isinstance(one.outcome, Done) for one in withdrawn)
-        least += 2 * num_known
-        most += 2 * (num_known + sum(one.outcome is None for one in withdrawn))
+        done = {one.request_id or one.id for one in withdrawn if isinstance(one.outcome, Done)}
+        least += 2 * len(done)
+        most += 2 * len(done | {one.request_id or one.id for one in withdrawn if one.outcome is None})
         num_open += 1
     return least, most + num_open
 

@@ -147,19 +147,29 @@ def _idempotent(subject: str, operations: Sequence[Operation]) -> Iterator[Viola
 
 def _revocations(subject: str, operations: Sequence[Operation]) -> Iterator[Violation]:
     """What was called after a revocation had returned, with no grant in between, is refused: the control plane keeps no cache."""
-    revoked = [one for one in operations if isinstance(one.what, Revoke | RevokeKey) and isinstance(one.outcome, Done)]
     grants = [one for one in operations if isinstance(one.what, Grant)]
-    for end in revoked:
+    for first_call, end in _revoked(operations):
         who = end.what.grantee if isinstance(end.what, Revoke) else ""
-        again = min(
-            (one.call for one in grants if _grantee(one) == who and (one.outcome is None or one.end > end.call)), default=None
-        )
+        later = (one.call for one in grants if _grantee(one) == who and (one.outcome is None or one.end > first_call))
+        again = min(later, default=None)
         for one in operations:
             uses = isinstance(one.what, UseKey) or (isinstance(one.what, Resolve) and who != "" and one.what.caller == who)
             was_let_in = isinstance(one.outcome, Resolved | Done)
             if uses and was_let_in and one.call > end.end and (again is None or one.end < again):
                 text = f"{who or 'a key'} was let in {(one.call - end.end) / 1e6:.1f} ms after its revocation had returned"
                 yield Violation("what is revoked is refused", subject, text, [end.id, one.id])
+
+
+def _revoked(operations: Sequence[Operation]) -> Iterator[tuple[int, Operation]]:
+    """Each revocation that is known to be done, as its first answer, and when it was first asked for."""
+    writes: dict[str, list[Operation]] = {}
+    for one in operations:
+        if isinstance(one.what, Revoke | RevokeKey):
+            writes.setdefault(one.request_id or f"#{one.id}", []).append(one)
+    for attempts in writes.values():
+        done = [one for one in attempts if isinstance(one.outcome, Done)]
+        if done:
+            yield min(one.call for one in attempts), min(done, key=lambda one: one.end)
 
 
 def _grantee(operation: Operation) -> str:

@@ -217,6 +217,15 @@ def test_a_resolve_that_overlaps_the_revocation_may_succeed() -> None:
     assert story.promises_broken() == set()
 
 
+def test_a_revocation_that_is_answered_again_is_not_done_again() -> None:
+    story = two_versions().add(Grant("guest"), Done())
+    story.add(Revoke("guest"), None, request_id="r").add(Grant("guest"), Done()).add(Revoke("guest"), Done(), request_id="r")
+    story.add(Resolve("guest", "stable"), served(1, (A, 1, "")))
+    assert story.promises_broken(*EVENTS[:3], *[Change("GRANT", SUBJECT)] * 3, with_feed=True) == set()
+    story.add(Revoke("guest"), Done()).add(Resolve("guest", "stable"), served(1, (A, 1, "")))
+    assert story.promises_broken() == {"what is revoked is refused", "linearizable"}
+
+
 def test_a_write_that_would_change_nothing_at_first_may_be_the_one_that_changes_something_later() -> None:
     story = two_versions().add(Grant("guest"), Done()).add(Revoke("guest"), Done(), call=10, end=20)
     story.add(Grant("guest"), Done(), call=10, end=40)
