@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,11 @@ def test_a_fault_has_hit_if_the_records_show_what_it_met(kind: str, one: Operati
 
 def test_every_planted_bug_is_one_that_the_benchmark_knows() -> None:
     assert planted_bugs.BUGS.keys() == BUGS.keys()
+
+
+def test_every_bug_is_planted_where_something_is() -> None:
+    plant = "from tests.fixtures.planted_bugs import BUGS\nfor plant in BUGS.values(): plant()"
+    subprocess.run([sys.executable, "-c", plant], check=True, cwd=Path(__file__).parents[3])
 
 
 @pytest.mark.slow
