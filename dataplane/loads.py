@@ -241,7 +241,7 @@ class Loads:
         ending.add_done_callback(lambda ended: self._ended(load, ended))
         load.task.cancel()
 
-    def _ended(self, load: Load, ended: asyncio.Future[object]) -> None:
+    def _ended(self, load: Load, ended: asyncio.Future[Any]) -> None:
         if self._ending.get(load.version) is ended:
             del self._ending[load.version]
         self._events.broken_off(load)
