@@ -129,7 +129,7 @@ FEATURES = (
         tensors=r"trainable_tokens",
     ),
     _refused(
-        "full copies of modules (modules_to_save)",
+        "full copies of modules (modules_to_save), as for added tokens",
         f"{_PROJECTIONS}, and save with save_embedding_layers=False",
         "modules_to_save",
         tensors=r"modules_to_save|(embed_tokens|lm_head|norm|layernorm)(\.(?!lora_)[^.]+)?\.weight$",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from dataplane.engine.client import EngineClient
 from dataplane.engine.messages import Moved, Submit
-from tests.dataplane.engine.serving import PROMPTS, collect, idle, request, until
+from tests.dataplane.engine.serving import PROMPTS, collect, collect_deltas, idle, request, until
 from veneer.errors import (
     NotFoundError,
 )
@@ -46,6 +47,27 @@ async def test_more_adapters_than_slots_take_turns(started: Any, adapters: Any) 
         assert output == adapters[job.version][1].greedy([5, 6, 7], 8)
     state = await idle(client)
     assert state.evictions >= 2
+
+
+async def test_a_version_that_was_evicted_and_is_loaded_again_gives_the_same_bits(started: Any, adapters: Any) -> None:
+    client: EngineClient = await started(max_slots=2)
+    for version, (path, _) in adapters.items():
+        client.stage(version, path)
+
+    async def bits(name: str, version: str) -> list[Any]:
+        job = request(name, [5, 6, 7], version=version)
+        job = replace(job, sampling=replace(job.sampling, logprobs=4, prompt_logprobs=4))
+        deltas = await collect_deltas(client, job)
+        return [one for delta in deltas for one in (*delta.prompt_logprobs, *delta.logprobs)]
+
+    before = await bits("before", "v1")
+    for version in ("v3", "v2", "v3", "v2"):
+        await bits(f"other {version}", version)
+    assert "v1" not in {one.version for one in (await idle(client)).holdings if one.place == "device"}
+    assert await bits("after", "v1") == before
+    assert await bits("beside", "v2") != before
+    epochs = {one.version: one.epoch for one in (await idle(client)).holdings}
+    assert epochs["v1"] > epochs["v3"], "it was loaded anew"
 
 
 async def test_a_flood_of_adapters_keeps_no_other_tenant_off_the_device_and_loses_no_token(

@@ -254,7 +254,10 @@ def _mix_prefixes(tensors: Tensors) -> None:
                 "edit": _set("base_model.model.lm_head.weight", "F32", np.ones((32, 16))),
                 "config": {"modules_to_save": ["lm_head"]},
             },
-            ["modules_to_save: ['lm_head'] is not supported", "full copies of modules (modules_to_save) is not supported"],
+            [
+                "modules_to_save: ['lm_head'] is not supported",
+                "full copies of modules (modules_to_save), as for added tokens is not supported",
+            ],
         ),
     ],
 )
@@ -339,6 +342,19 @@ def test_a_wrong_base_is_refused_for_its_shapes(tmp_path: Path, tiny_base: BaseD
     found = _faults(make_adapter_folder(tmp_path, tiny_base), other)
     assert any("layers 0 to 0" in text for text in found)
     assert any("this base needs [rank, 32]" in text for text in found)
+
+
+def test_an_adapter_of_a_vocabulary_that_was_extended_is_refused_for_its_added_tokens(
+    tmp_path: Path, tiny_base: BaseDescription
+) -> None:
+    def extend(tensors: Tensors) -> None:
+        rows = np.ones((tiny_base.vocab_size + 2, tiny_base.modules[0].in_features))
+        for name in ("model.embed_tokens", "lm_head"):
+            _set(f"base_model.model.{name}.weight", "F32", rows)(tensors)
+
+    found = _faults(make_adapter_folder(tmp_path, tiny_base, edit=extend), tiny_base)
+    assert len(found) == 2
+    assert all("added tokens" in text for text in found)
 
 
 def test_long_lists_of_faults_are_cut_and_counted(tmp_path: Path, tiny_base: BaseDescription) -> None:
