@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import queue
 import threading
 import time
@@ -18,6 +20,11 @@ from dataplane.lora.image import CorruptImageError, Image, check_loss
 from dataplane.lora.residency import Residency
 from kernels.descriptors import Blocks
 from veneer.errors import InvalidArgumentError, VeneerError, Violation
+
+_log = logging.getLogger(__name__)
+_SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+"""What the machine lacks for a while; the file is none the worse for it."""
+_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,7 @@ class DeviceAdapters:
 
     The step loop calls everything but `_run`. The copying thread opens and checks images, once, those first that requests wait
     for, and copies bytes into units that no step reads; the step loop itself makes a copied image visible (`settle`), in a slot
-    that no step reads either.
+    that no step reads either. An image that cannot be opened for want of memory or descriptors is tried again after a while.
 
     Args:
         config: Settings.
@@ -71,6 +78,8 @@ class DeviceAdapters:
         self._poked = False
         self._blocked = False
         self._stopping = False
+        self._put_off: dict[str, tuple[Path, int]] = {}
+        self._again_s = 0.0
         self._thread = threading.Thread(target=self._run, name="adapter-loader", daemon=True)
         self._thread.start()
 
@@ -270,7 +279,14 @@ class DeviceAdapters:
     def _receive(self, unopened: dict[str, tuple[Path, int]]) -> None:
         """Takes what there is to do; waits for something where no image waits to be opened."""
         while not unopened or not self._work.empty():
-            work = self._work.get()
+            if self._put_off and time.monotonic() >= self._again_s:
+                unopened.update({**self._put_off, **unopened})
+                self._put_off.clear()
+                continue
+            try:
+                work = self._work.get(timeout=max(0.0, self._again_s - time.monotonic()) if self._put_off else None)
+            except queue.Empty:
+                continue
             if work is None:
                 self._poked = False
                 if self._work.empty():
@@ -287,8 +303,8 @@ class DeviceAdapters:
                 if self._staged.get(version) == number:
                     self.residency.stage(version, rank=image.rank, blocks=image.block_bytes, loss=image.loss)
                     self._images[version] = opened
-        except (CorruptImageError, OSError):
-            self._report(Moved(version, "corrupt"))
+        except (CorruptImageError, OSError) as error:
+            self._report_unless_scarce(version, path, error)
         except VeneerError as error:
             self._report(Fail(version, error.status, error.message))
         else:
@@ -311,12 +327,25 @@ class DeviceAdapters:
             image = opened.image()
             self._arena.copy(image, plan.extents)
             blocks = self._arena.locate(image, plan.extents)
-        except (VeneerError, OSError):
+        except (VeneerError, OSError) as error:
             self._give_up(plan)
-            self._report(Moved(plan.version, "corrupt"))
+            self._report_unless_scarce(plan.version, opened.path, error)
             return
         self._done.put(_Copied(plan, blocks, image.rank, image.num_bytes, time.monotonic() - started))
         self._wake.set()
+
+    def _report_unless_scarce(self, version: str, path: Path, error: Exception) -> None:
+        """Says that an image is corrupt, unless the machine lacks something; then it is opened again later."""
+        if not isinstance(error, OSError) or error.errno not in _SCARCE:
+            self._report(Moved(version, "corrupt"))
+            return
+        if not self._put_off:
+            _log.warning("images cannot be opened now", extra={"version": version, "errno": error.errno})
+        with self._lock:
+            self._images.pop(version, None)
+            if (number := self._staged.get(version)) is not None:
+                self._put_off[version] = path, number
+        self._again_s = time.monotonic() + _AGAIN_S
 
     def _give_up(self, plan: LoadPlan) -> None:
         self.residency.fail(plan, retry=False)

@@ -42,6 +42,11 @@ class HostImage:
         self._image = self._open()
 
     @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that are mapped."""
         return self._image.num_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataplane.engine import adapters as adapters_module
 from dataplane.engine.adapters import DeviceAdapters, Note
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Fail, Moved, Wanted
@@ -17,6 +20,7 @@ from dataplane.lora.arena import Arena
 from dataplane.lora.host_image import HostImage
 from dataplane.lora.image import ImagePair, build_image
 from dataplane.lora.image_file import write_image
+from dataplane.lora.mapped_file import map_file
 
 FEATURES = ((64, 64), (64, 32))
 
@@ -143,6 +147,68 @@ def test_an_image_of_another_version_or_no_file_is_corrupt(make: Callable[..., H
     harness.adapters.stage("x", str(tmp_path / "nothing"))
     notes = harness.settle_until(lambda: len(harness.notes) == 2)
     assert notes == [Moved("v", "corrupt"), Moved("x", "corrupt")]
+
+
+class Scarce:
+    """Opening a file fails for want of something, so often."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+        self.times = 0
+        self._number = number
+        monkeypatch.setattr("dataplane.lora.image_file.map_file", self._map)
+        monkeypatch.setattr(adapters_module, "_AGAIN_S", 0.001)
+
+    def _map(self, descriptor: int) -> Any:
+        if self.times:
+            self.times -= 1
+            raise OSError(self._number, os.strerror(self._number))
+        return map_file(descriptor)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_an_image_that_the_machine_cannot_open_now_is_not_corrupt_and_opened_later(
+    make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    Scarce(monkeypatch, number).times = 3
+    harness = make()
+    for version in ("v", "w"):
+        assert harness.adapters.acquire(version) is None
+        harness.adapters.stage(version, image_file(tmp_path, version, 3))
+    harness.settle_until(lambda: harness.is_resident("v") and harness.is_resident("w"))
+    assert {note.place for note in harness.notes if isinstance(note, Moved)} == {"device"}
+
+
+def test_what_was_taken_away_meanwhile_is_not_opened_later(
+    make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce = Scarce(monkeypatch, errno.EMFILE)
+    scarce.times = 1 << 30
+    harness = make()
+    harness.adapters.stage("v", image_file(tmp_path, "v", 3))
+    while scarce.times > (1 << 30) - 3:
+        harness.wake.wait(0.001)
+    harness.adapters.unstage("v", drop_device=True)
+    scarce.times = 0
+    harness.adapters.stage("w", image_file(tmp_path, "w", 3))
+    harness.settle_until(lambda: harness.adapters.is_in_host("w"))
+    assert not harness.adapters.is_in_host("v")
+    assert not any(isinstance(note, Moved) for note in harness.notes)
+
+
+def test_a_copy_that_must_open_its_image_again_and_cannot_is_made_later(
+    make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce = Scarce(monkeypatch, errno.EMFILE)
+    harness = make()
+    path = image_file(tmp_path, "v", 3)
+    harness.adapters.stage("v", path)
+    harness.settle_until(lambda: harness.adapters.is_in_host("v"))
+    os.utime(path, ns=(10**18, 10**18))  # it may be another one now
+    scarce.times = 2
+    assert harness.adapters.acquire("v") is None
+    harness.settle_until(lambda: harness.adapters.acquire("v") is not None)
+    assert scarce.times == 0
+    assert {note.place for note in harness.notes if isinstance(note, Moved)} == {"device"}
 
 
 def test_what_was_taken_away_while_it_was_opened_does_not_come_back(
