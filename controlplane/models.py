@@ -298,49 +298,6 @@ blob_leases = Table(
     Index("ix_blob_leases_end_time", "end_time"),
 )
 
-# Shares of tenants' quotas that nodes hold; see `controlplane.quotas`.
-quota_leases = Table(
-    "quota_leases",
-    metadata,
-    Column("tenant", Text, ForeignKey("tenants.name"), nullable=False),
-    Column("node", Uuid, ForeignKey("nodes.id"), nullable=False),
-    Column("requests_reserved", BigInteger, nullable=False),
-    Column("tokens_reserved", BigInteger, nullable=False),
-    Column("streams_reserved", BigInteger, nullable=False),
-    Column("requests_wanted", BigInteger, nullable=False),
-    Column("tokens_wanted", BigInteger, nullable=False),
-    Column("streams_wanted", BigInteger, nullable=False),
-    Column("end_time", _TIME, nullable=False),
-    PrimaryKeyConstraint("tenant", "node"),
-)
-
-# What requests used; see `controlplane.usage`.
-usage = Table(
-    "usage",
-    metadata,
-    Column("tenant", Text, ForeignKey("tenants.name"), nullable=False),
-    Column("hour", _TIME, nullable=False),
-    Column("owner", Text, nullable=False),
-    Column("adapter", Text, nullable=False),
-    Column("requests", BigInteger, nullable=False),
-    Column("failed_requests", BigInteger, nullable=False),
-    Column("prompt_tokens", BigInteger, nullable=False),
-    Column("cached_tokens", BigInteger, nullable=False),
-    Column("output_tokens", BigInteger, nullable=False),
-    PrimaryKeyConstraint("tenant", "hour", "owner", "adapter"),
-)
-
-# How far the journals of nodes were taken.
-usage_journals = Table(
-    "usage_journals",
-    metadata,
-    Column("node", Uuid, ForeignKey("nodes.id"), nullable=False),
-    Column("journal", Text, nullable=False),
-    Column("last_sequence", BigInteger, nullable=False),
-    Column("update_time", _TIME, nullable=False, server_default=func.now()),
-    PrimaryKeyConstraint("node", "journal"),
-)
-
 # Terms of the jobs that one process at a time does; see `controlplane.leader`.
 leaders = Table(
     "leaders",

@@ -22,6 +22,7 @@ from controlplane import models
 from controlplane.db import Database, Scope
 from controlplane.shares import share_of
 from controlplane.tickets import ticket
+from controlplane.use_tables import quota_leases
 from controlplane.vault import Vault
 from veneer.errors import PermissionDeniedError
 
@@ -103,17 +104,17 @@ class QuotaLeases:
             held = [amount for amount in (share, getattr(demand.held, kind)) if amount < _NO_LIMIT]
             row[f"{kind}_reserved"] = max(*held, getattr(demand.used, kind), 0)
             row[f"{kind}_wanted"] = getattr(demand.wanted, kind)
-        query = insert(models.quota_leases).values(row)
+        query = insert(quota_leases).values(row)
         changed = {name: query.excluded[name] for name in row if name not in ("tenant", "node")}
         await connection.execute(query.on_conflict_do_update(constraint="pk_quota_leases", set_=changed))
 
 
 async def _others(connection: AsyncConnection, tenant: str, node_id: str) -> Sequence[Row[Any]]:
     """The leases of the other nodes; those that have ended are let go."""
-    columns = models.quota_leases.c
+    columns = quota_leases.c
     theirs = (columns.tenant == tenant, columns.node != uuid.UUID(node_id))
-    await connection.execute(delete(models.quota_leases).where(*theirs, columns.end_time <= func.now()))
-    return (await connection.execute(select(models.quota_leases).where(*theirs))).all()
+    await connection.execute(delete(quota_leases).where(*theirs, columns.end_time <= func.now()))
+    return (await connection.execute(select(quota_leases).where(*theirs))).all()
 
 
 def _share(kind: str, node_id: str, demand: Demand, *, limit: int, others: Sequence[Row[Any]]) -> int:

@@ -18,6 +18,7 @@ from controlplane import models
 from controlplane.db import NODE, Database, Scope, set_scope
 from controlplane.paging import page_limit, page_start, page_token
 from controlplane.tickets import ticket
+from controlplane.use_tables import usage, usage_journals
 from controlplane.vault import Vault
 from veneer.errors import NotFoundError, PermissionDeniedError
 
@@ -92,16 +93,16 @@ class UsageLedger:
             known = ticket(self._vault, node_id, one.tenant, one.owner, one.adapter, one.version)
             if not hmac.compare_digest(one.ticket, known):
                 raise PermissionDeniedError("the node was not told of this version for this tenant")
-        columns = models.usage_journals.c
+        columns = usage_journals.c
         mine = (columns.node == uuid.UUID(node_id), columns.journal == records.journal)
-        begun = insert(models.usage_journals).values(node=uuid.UUID(node_id), journal=records.journal, last_sequence=0)
+        begun = insert(usage_journals).values(node=uuid.UUID(node_id), journal=records.journal, last_sequence=0)
         async with self._database.transaction(NODE) as connection:
             await connection.execute(begun.on_conflict_do_nothing())
             locked = select(columns.last_sequence).where(*mine).with_for_update()
             last = int((await connection.execute(locked)).scalar_one())
             if records.first != last + 1 or records.last < records.first:
                 return last
-            moved = update(models.usage_journals).where(*mine).values(last_sequence=records.last, update_time=func.now())
+            moved = update(usage_journals).where(*mine).values(last_sequence=records.last, update_time=func.now())
             await connection.execute(moved)
             await self._add(connection, entries)
         return records.last
@@ -114,8 +115,8 @@ class UsageLedger:
             for one in group:
                 hour = (await connection.execute(_HOUR, {"hour": one.hour})).scalar_one()
                 row = {"tenant": tenant, "hour": hour, "owner": one.owner, "adapter": one.adapter}
-                query = insert(models.usage).values(row | {name: getattr(one.counts, name) for name in _COUNTS})
-                sums = {name: models.usage.c[name] + query.excluded[name] for name in _COUNTS}
+                query = insert(usage).values(row | {name: getattr(one.counts, name) for name in _COUNTS})
+                sums = {name: usage.c[name] + query.excluded[name] for name in _COUNTS}
                 await connection.execute(query.on_conflict_do_update(constraint="pk_usage", set_=sums))
 
     async def page(
@@ -128,7 +129,7 @@ class UsageLedger:
         """
         limit, listing = page_limit(page_size), f"usage/{period}"
         after = page_start(listing, token, kinds=[datetime, str, str])
-        columns = models.usage.c
+        columns = usage.c
         begin = func.date_trunc(period, columns.hour, "UTC").label("begin")
         keys = (begin, columns.owner, columns.adapter)
         query = select(*keys, *(func.sum(columns[name]).label(name) for name in _COUNTS)).where(columns.tenant == tenant)
