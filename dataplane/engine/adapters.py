@@ -109,6 +109,8 @@ class DeviceAdapters:
     def unpin(self, version: str) -> None:
         """See `Residency.unpin`. What waits for room is tried again."""
         self.residency.unpin(version)
+        if version not in self.residency.wanted():
+            self._asked.discard(version)
         if self._wanted:
             self.poke()
 

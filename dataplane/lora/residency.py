@@ -82,7 +82,7 @@ class Residency:
             if entry.place == "host":
                 entry.rank, entry.blocks, entry.needed, entry.loss = rank, tuple(blocks), needed, loss
                 if version in self._pins:
-                    self._wants.add(version, self._pins[version], weight=1)
+                    self._wants.add(version, self._pins[version], weight=1, is_requested=False)
             elif entry.place == "device":
                 self._copies.offer(entry)
 
@@ -99,6 +99,7 @@ class Residency:
         with self._lock:
             if drop_device:
                 self._pins.pop(version, None)
+                self._wants.end_pin(version)
             entry = self._entries.get(version)
             if entry is None:
                 return None
@@ -164,8 +165,7 @@ class Residency:
     def withdraw(self, version: str) -> None:
         """Notes that no request waits for a version any more: it is neither loaded nor kept for a lease to come."""
         with self._lock:
-            if version not in self._pins:
-                self._wants.drop(version)
+            self._wants.end_requests(version, is_pinned=version in self._pins)
             if entry := self._entries.get(version):
                 entry.awaited = False
 
@@ -174,7 +174,7 @@ class Residency:
         with self._lock:
             self._pins[version] = owner
             limit = self._shares.limit(owner)
-            found = self._find(version, owner, 1, limit)
+            found = self._find(version, owner, 1, limit, is_requested=False)
             if found is None and self._wants[version].tenant != owner:
                 self._wants.hand_over(version, owner, weight=1, max_units=limit)
             entry = found or self._entries.get(version)
@@ -182,11 +182,11 @@ class Residency:
                 self._charges.rebook(entry, owner)
 
     def unpin(self, version: str) -> None:
-        """Lets a version's copy make room again; unknown versions are ignored."""
+        """Lets a version's copy make room again; where no request waits for it, it is not loaded. Unknown ones are ignored."""
         with self._lock:
             self._pins.pop(version, None)
+            self._wants.end_pin(version)
             if entry := self._entries.get(version):
-                entry.awaited = False  # by the pin
                 self._charges.touch(entry)
 
     def is_pinned(self, version: str) -> bool:
@@ -348,12 +348,12 @@ class Residency:
         with self._lock:
             return self._copies.units.largest_hole
 
-    def _find(self, version: str, tenant: str, weight: int, limit: int | None) -> Entry | None:
+    def _find(self, version: str, tenant: str, weight: int, limit: int | None, *, is_requested: bool = True) -> Entry | None:
         """Returns a version's device copy, or None after remembering it as wanted."""
         entry = self._entries.get(version)
         if entry is not None and entry.place == "device" and not entry.dropped and not entry.leaving:
             return entry
-        is_new = self._wants.add(version, tenant, weight=weight, max_units=limit)
+        is_new = self._wants.add(version, tenant, weight=weight, max_units=limit, is_requested=is_requested)
         self._misses += is_new
         self._shares.restrict(tenant, limit)
         if not is_new and entry is not None and (payer := self._wants[version].tenant) != tenant:

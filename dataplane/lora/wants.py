@@ -15,10 +15,12 @@ class Want:
     Attributes:
         tenant: Who pays: who asked first, or after it the first that is not kept from it by its limit.
         passed_over: Loads that went first although this one was asked for before them.
+        is_requested: Whether a request waits; else the version is pinned.
     """
 
     tenant: str
     passed_over: int = 0
+    is_requested: bool = False
 
 
 class Wants:
@@ -46,13 +48,13 @@ class Wants:
     def __getitem__(self, version: str) -> Want:
         return self._wants[version]
 
-    def add(self, version: str, tenant: str, *, weight: int, max_units: int | None = None) -> bool:
-        """Notes that a tenant waits for a version; returns whether nobody did before."""
-        if version in self._wants:
-            return False
-        self._wants[version] = Want(tenant)
-        self._shares.claim(tenant, weight=weight, max_units=max_units)
-        return True
+    def add(self, version: str, tenant: str, *, weight: int, max_units: int | None = None, is_requested: bool = True) -> bool:
+        """Notes that a tenant's request, or its pin, waits for a version; returns whether nobody did before."""
+        if is_new := version not in self._wants:
+            self._wants[version] = Want(tenant)
+            self._shares.claim(tenant, weight=weight, max_units=max_units)
+        self._wants[version].is_requested |= is_requested
+        return is_new
 
     def hand_over(self, version: str, tenant: str, *, weight: int, max_units: int | None = None) -> None:
         """Makes another tenant the one for which a version is loaded, and which pays for it."""
@@ -62,12 +64,25 @@ class Wants:
         want.tenant = tenant
 
     def drop(self, version: str) -> bool:
-        """Notes that nobody waits for a version any more; returns whether somebody did."""
+        """Notes that nobody waits for a version any more; returns whether a request did."""
         want = self._wants.pop(version, None)
         if want is None:
             return False
         self._shares.disclaim(want.tenant)
-        return True
+        return want.is_requested
+
+    def end_requests(self, version: str, *, is_pinned: bool) -> None:
+        """Notes that no request waits for a version any more; a pin may."""
+        if not is_pinned:
+            self.drop(version)
+        elif want := self._wants.get(version):
+            want.is_requested = False
+
+    def end_pin(self, version: str) -> None:
+        """Notes that no pin waits for a version any more; a request may."""
+        want = self._wants.get(version)
+        if want is not None and not want.is_requested:
+            self.drop(version)
 
     def put_last(self, version: str) -> None:
         """Puts a version behind all others."""

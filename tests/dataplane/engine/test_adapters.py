@@ -87,6 +87,16 @@ def test_a_missed_version_is_asked_for_once_loaded_when_staged_and_then_leased(
     assert harness.arena.descriptors.largest_rank[lease.slot] == 3
 
 
+def test_what_a_pin_asked_for_that_ended_a_request_asks_for_again(make: Callable[..., Harness]) -> None:
+    harness = make()
+    harness.adapters.pin("v", "acme")
+    assert harness.adapters.settle() == [Wanted("v")]
+    harness.adapters.unpin("v")
+    assert harness.adapters.settle() == []
+    assert harness.adapters.acquire("v") is None
+    assert harness.adapters.settle() == [Wanted("v")]
+
+
 def test_staging_alone_loads_nothing(make: Callable[..., Harness], tmp_path: Path) -> None:
     harness = make()
     harness.adapters.stage("v", image_file(tmp_path, "v", 3))

@@ -98,6 +98,62 @@ def test_a_pinned_version_is_loaded_and_stays_until_the_pin_ends():
     assert next_victims(residency, "d") == ["p"]
 
 
+def test_a_pin_that_ends_before_its_load_is_loaded_no_more():
+    residency = make(max_slots=1, num_units=1)
+    used = bring(residency, "a", tenant="y")
+    stage(residency, "p")
+    residency.pin("p", "x")
+    residency.unpin("p")
+    assert residency.wanted() == ()
+    assert not residency._shares.has("x")
+    residency.release(used)
+    assert residency.next_load() is None, "what is used stays"
+
+
+def test_nor_one_whose_version_is_taken_away_before_it_was_there():
+    residency = make()
+    residency.pin("p", "x")
+    assert residency.missing() == ("p",)
+    residency.unstage("p", drop_device=True)
+    assert (residency.missing(), residency.is_pinned("p")) == ((), False)
+    assert not residency._shares.has("x")
+
+
+def test_the_end_of_a_pin_is_no_end_of_a_requests_wait():
+    residency = make()
+    for is_first in (True, False):
+        if is_first:
+            assert residency.acquire("v", "y") is None
+        residency.pin("v", "x")
+        if not is_first:
+            assert residency.acquire("v", "y") is None
+        residency.unpin("v")
+        assert residency.wanted() == ("v",)
+        residency.withdraw("v")
+        assert residency.wanted() == ()
+
+
+def test_the_end_of_a_requests_wait_is_no_end_of_a_pin():
+    residency = make()
+    residency.pin("v", "x")
+    assert residency.acquire("v", "y") is None
+    residency.withdraw("v")
+    assert residency.wanted() == ("v",)
+    residency.unpin("v")
+    assert residency.wanted() == ()
+
+
+def test_a_copy_that_requests_wait_for_stays_so_when_its_pin_ends():
+    """A copy that nobody waits for goes before one that a request is about to lease."""
+    residency = make(max_slots=2, num_units=2)
+    for version in ("v", "idle"):
+        residency.release(bring(residency, version))
+    residency.pin("v", "")
+    assert residency.want("v")
+    residency.unpin("v")
+    assert next_victims(residency, "new") == ["idle"]
+
+
 def test_a_version_that_is_taken_away_is_pinned_no_more():
     residency = make()
     residency.pin("p", "x")

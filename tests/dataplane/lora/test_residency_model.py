@@ -27,6 +27,7 @@ class AgainstAModel(RuleBasedStateMachine):
         self.loading: dict[str, object] = {}
         self.staged: set[str] = set()
         self.wants: set[str] = set()
+        self.requested: set[str] = set()
         self.epochs: list[int] = []
         self.pinned: dict[str, str] = {}
         self.beyond: set[str] = set()
@@ -42,6 +43,7 @@ class AgainstAModel(RuleBasedStateMachine):
     def unstage(self, version, drop):
         if drop:
             self.pinned.pop(version, None)
+            self.wants &= self.requested | set(self.pinned)
         freed = self.residency.unstage(version, drop_device=drop)
         if freed is not None:
             assert not self.leased(version)
@@ -61,6 +63,7 @@ class AgainstAModel(RuleBasedStateMachine):
         if lease is None:
             if not self.is_given(version):
                 self.wants.add(version)
+                self.requested.add(version)
             else:
                 assert budget.is_spent
             return multiple()
@@ -83,6 +86,7 @@ class AgainstAModel(RuleBasedStateMachine):
     @rule(version=VERSIONS)
     def withdraw(self, version):
         self.residency.withdraw(version)
+        self.requested.discard(version)
         if version not in self.pinned:
             self.wants.discard(version)
 
@@ -98,6 +102,7 @@ class AgainstAModel(RuleBasedStateMachine):
     def unpin(self, version):
         self.residency.unpin(version)
         self.pinned.pop(version, None)
+        self.wants &= self.requested | set(self.pinned)
 
     @rule(version=VERSIONS)
     def evict(self, version):
@@ -124,6 +129,7 @@ class AgainstAModel(RuleBasedStateMachine):
     def commit(self, plan):
         del self.loading[plan.version]
         self.wants.discard(plan.version)
+        self.requested.discard(plan.version)
         epoch = self.residency.commit(plan)
         if epoch is not None:
             assert epoch not in self.epochs
@@ -137,6 +143,7 @@ class AgainstAModel(RuleBasedStateMachine):
         if not retry:
             self.staged.discard(plan.version)
             self.wants.discard(plan.version)
+            self.requested.discard(plan.version)
 
     @precondition(lambda self: not self.held and not self.loading)
     @rule(version=VERSIONS, tenant=st.sampled_from("xyz"))
@@ -149,6 +156,7 @@ class AgainstAModel(RuleBasedStateMachine):
         self.stage(version)
         assert self.residency.acquire(version, tenant, max_bytes=LIMITS[tenant]) is None
         self.wants.add(version)
+        self.requested.add(version)
         self.commit(self.next_load_of(version))
 
     def next_load_of(self, version):
@@ -212,6 +220,7 @@ class AgainstAModel(RuleBasedStateMachine):
         expected |= dict.fromkeys(self.device, "device") | dict.fromkeys(self.loading, "loading")
         assert places(self.residency) == expected
         assert set(self.residency.wanted()) == self.wants
+        assert self.wants <= self.requested | set(self.pinned), "a load is waited for by a request or a pin"
         leases = {holding.version: holding.leases for holding in self.residency.holdings()}
         assert sum(leases.values()) == len(self.held)
 
