@@ -11,11 +11,12 @@ from datetime import datetime
 from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter
-from sqlalchemy import insert, select, text
+from sqlalchemy import insert, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
 from controlplane.catalog import Alias, Arm, Version
+from controlplane.probe_report import ProbeReport
 from veneer.artifact import Report
 from veneer.errors import AbortedError, InvalidArgumentError, VeneerError, Violation
 
@@ -123,6 +124,13 @@ async def once(connection: AsyncConnection, request: Request, kind: TypeAdapter[
     return answer
 
 
+async def complete(connection: AsyncConnection, request: Request, answer: Mapping[str, Any]) -> None:
+    """Replaces the kept answer of a request that was answered with something left to do."""
+    columns = models.requests.c
+    mine = (columns.tenant == request.tenant, columns.request_id == request.id)
+    await connection.execute(update(models.requests).where(*mine).values(answer=answer))
+
+
 def alias_to_json(alias: Alias) -> dict[str, Any]:
     """An alias as it is kept."""
     return {**dataclasses.asdict(alias), "update_time": alias.update_time.isoformat()}
@@ -144,4 +152,5 @@ def version_from_json(fields: Mapping[str, Any]) -> Version:
     """A version as it was kept."""
     retire_time = None if fields["retire_time"] is None else datetime.fromisoformat(fields["retire_time"])
     times = {"create_time": datetime.fromisoformat(fields["create_time"]), "retire_time": retire_time}
-    return Version(**{**fields, **times, "report": Report.from_fields(fields["report"])})
+    report, probe = Report.from_fields(fields["report"]), ProbeReport.from_fields(fields.get("probe"))
+    return Version(**{**fields, **times, "report": report, "probe": probe})

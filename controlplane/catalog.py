@@ -14,6 +14,7 @@ from controlplane import models
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
 from controlplane.paging import page_limit, page_start, page_token
+from controlplane.probe_report import ProbeReport
 from veneer.artifact import Report
 from veneer.errors import NotFoundError
 
@@ -88,6 +89,7 @@ class Version:
     labels: Mapping[str, str] = field(default_factory=dict)
     training_run: str = ""
     data_digest: str = ""
+    probe: ProbeReport | None = None
 
 
 class Catalog:
@@ -233,6 +235,7 @@ def version_of(row: Row[Any]) -> Version:
         labels=row.labels,
         training_run=row.training_run,
         data_digest=row.data_digest,
+        probe=ProbeReport.from_fields(row.probe),
     )
 
 

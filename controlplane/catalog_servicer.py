@@ -81,6 +81,7 @@ class CatalogServicer(catalog_pb2_grpc.CatalogServiceServicer):
             training_run=header.training_run,
             data_digest=header.data_digest,
             alias=header.alias,
+            probe=header.probe,
         )
         published = await self._publisher.publish(current_identity().tenant, order, parts=_parts(requests))
         alias = None if published.alias is None else alias_message(published.alias)

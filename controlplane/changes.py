@@ -28,6 +28,7 @@ class ChangeKind(IntEnum):
     ALIAS = 2
     GRANT = 3
     KEY = 4
+    PROBE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

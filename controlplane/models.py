@@ -202,6 +202,7 @@ versions = Table(
     Column("labels", JSONB, nullable=False, server_default="{}"),
     Column("training_run", Text, nullable=False, server_default=""),
     Column("data_digest", Text, nullable=False, server_default=""),
+    Column("probe", JSONB(none_as_null=True)),
     PrimaryKeyConstraint("tenant", "digest"),
     UniqueConstraint("digest"),
     UniqueConstraint("tenant", "adapter", "number"),

@@ -13,10 +13,20 @@ from controlplane.changes import ChangeFeed
 from controlplane.identities import Identities
 from controlplane.nodes import Nodes
 from controlplane.outcomes import ArmOutcomes, Outcomes
+from controlplane.probes import Probes
 from controlplane.quotas import QuotaLeases
 from controlplane.resolve import Reference, Refusal, Resolver
 from controlplane.usage import Records, UsageLedger
-from controlplane.wire import caller_message, change_message, demand_of, node_message, resolution_message, timestamp, usage_entry
+from controlplane.wire import (
+    caller_message,
+    change_message,
+    demand_of,
+    measures_of,
+    node_message,
+    resolution_message,
+    timestamp,
+    usage_entry,
+)
 from veneer.access import current_identity
 from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
 from veneer.errors import UnauthenticatedError
@@ -51,6 +61,7 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
         quotas: QuotaLeases,
         outcomes: Outcomes,
         usage: UsageLedger,
+        probes: Probes,
     ) -> None:
         self._nodes = nodes
         self._resolver = resolver
@@ -61,6 +72,7 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
         self._quotas = quotas
         self._outcomes = outcomes
         self._usage = usage
+        self._probes = probes
 
     async def CreateEnrollmentToken(
         self, request: nodes_pb2.CreateEnrollmentTokenRequest, context: _Context
@@ -171,3 +183,13 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
         records = Records(request.journal, request.first_sequence, request.last_sequence)
         last = await self._usage.take(current_identity().key_id, records, [usage_entry(one) for one in request.entries])
         return nodes_pb2.ReportUsageResponse(last_sequence=last)
+
+    async def TakeProbe(self, request: nodes_pb2.TakeProbeRequest, context: _Context) -> nodes_pb2.TakeProbeResponse:
+        """See the API."""
+        taken = await self._probes.take(current_identity().key_id, request.version)
+        return nodes_pb2.TakeProbeResponse(owner=taken.owner, invocation_tokens=taken.invocation_tokens)
+
+    async def ReportProbe(self, request: nodes_pb2.ReportProbeRequest, context: _Context) -> nodes_pb2.ReportProbeResponse:
+        """See the API."""
+        await self._probes.report(current_identity().key_id, request.version, measures_of(request.measures))
+        return nodes_pb2.ReportProbeResponse()

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from uuid import UUID, uuid4
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -20,28 +20,27 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
 from controlplane.aliases import check_alias_name, move
-from controlplane.answers import (
-    RACED,
-    Request,
-    alias_from_json,
-    alias_to_json,
-    answered,
-    keep,
-    version_from_json,
-    version_to_json,
-    was_answered,
-)
+from controlplane.answers import RACED, Request, answered, keep, was_answered
 from controlplane.bases import Bases
 from controlplane.blobs import Blobs, upload_folder
-from controlplane.catalog import READY, STABLE, Alias, Arm, Version, version_of
+from controlplane.catalog import READY, STABLE, Arm, Version, version_of
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
 from controlplane.deletion import note_uploads
+from controlplane.probes import Probes, ask
+from controlplane.published import Published, answer_of, complete_publish, published_of
 from controlplane.settings import Settings
 from controlplane.spool import CONFIG, WEIGHTS, Part, Received, Spool
 from controlplane.stored_quotas import check_stored
 from veneer.artifact import BaseDescription, Limits, Report, version_digest
-from veneer.errors import AbortedError, AlreadyExistsError, DeadlineExceededError, InvalidArgumentError, Violation
+from veneer.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    Violation,
+)
 
 _Key = TypeVar("_Key")
 
@@ -59,6 +58,7 @@ class PublishOrder:
         training_run: Where it comes from: the run that trained it.
         data_digest: Where it comes from: the digest of what it was trained on.
         alias: Alias to point at the new version; empty: none, but an adapter's first version becomes `stable`.
+        probe: Whether a data plane must do well with it before an alias moves.
     """
 
     adapter: str
@@ -69,14 +69,7 @@ class PublishOrder:
     training_run: str = ""
     data_digest: str = ""
     alias: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The stored version, and the alias that was moved with it."""
-
-    version: Version
-    alias: Alias | None
+    probe: bool = False
 
 
 class Check(Protocol):
@@ -111,6 +104,7 @@ class Publisher:
     def __init__(self, database: Database, blobs: Blobs, settings: Settings, *, check: Check, metrics: PublishMetrics) -> None:
         self._database = database
         self._bases = Bases(database)
+        self._probes = Probes(database, settings)
         self._blobs = blobs
         self._settings = settings
         self._check = check
@@ -157,9 +151,30 @@ class Publisher:
                 published = await self._stored(draft)
                 if published is not None:
                     self._metrics.repeated.inc()
-                    return published
-                report = await self._checked(draft)
-                return await self._store(draft, report)
+                    if published.awaits is not None:
+                        await self._probes.again(published.version)
+                else:
+                    report = await self._checked(draft)
+                    published = await self._store(draft, report)
+        return published if published.awaits is None else await self._probed(draft, published)
+
+    async def _probed(self, draft: _Draft, published: Published) -> Published:
+        """Waits for the version's probe, and moves the alias that waits for it.
+
+        Raises:
+            FailedPreconditionError: The version did badly, or the alias cannot be moved there.
+            UnavailableError: No data plane answered.
+        """
+        version = published.version
+        probe = await self._probes.wait(version, base=draft.base.name)
+        if probe.state == "FAILED":
+            faults = "; ".join(probe.faults)
+            raise FailedPreconditionError(
+                f"the probe failed: {faults}; version {version.digest} is published, no alias was moved"
+            )
+        return await complete_publish(
+            self._database, draft.request, version, alias=published.awaits or "", if_absent=not draft.order.alias
+        )
 
     async def _check_room(self, owner: str, order: PublishOrder) -> None:
         """Refuses before the upload what the tenant's quotas do not allow; not a publish that was done already."""
@@ -222,12 +237,14 @@ class Publisher:
             await _take_over(connection, owner, folder)
             is_only = not await _has_versions(connection, owner, order.adapter)
             version = await _insert_version(connection, draft, report=report, number=number)
-            alias = None
-            if alias_name := order.alias or (STABLE if is_only else ""):
+            alias, alias_name = None, order.alias or (STABLE if is_only else "")
+            if order.probe:
+                await ask(connection, version)
+            elif alias_name:
                 alias = await move(connection, owner, order.adapter, alias_name, arms=[Arm(version.digest, 1)])
-            kept = {"version": version_to_json(version), "alias": None if alias is None else alias_to_json(alias)}
-            await keep(connection, draft.request, kept)
-        return Published(version, alias), True
+            published = Published(version, alias, alias_name if order.probe else None)
+            await keep(connection, draft.request, answer_of(published))
+        return published, True
 
 
 class _Turn:
@@ -265,7 +282,8 @@ class _Draft:
     @classmethod
     def of(cls, owner: str, order: PublishOrder, *, base: BaseDescription, files: Mapping[str, Received]) -> _Draft:
         digest = version_digest(owner, base.digest, {name: file.digest for name, file in files.items()})
-        more = [dict(sorted(order.labels.items())), order.training_run, order.data_digest]
+        more: list[Any] = [dict(sorted(order.labels.items())), order.training_run, order.data_digest]
+        more += [True] if order.probe else []
         content = json.dumps([digest, order.adapter, order.label, order.alias, *(more if any(more) else [])])
         fingerprint = hashlib.sha256(content.encode()).digest()
         request = Request(owner, order.request_id, "Publish", fingerprint, field="header.request_id")
@@ -282,9 +300,7 @@ def _check_texts(order: PublishOrder) -> None:
 
 async def _answered(connection: AsyncConnection, draft: _Draft) -> Published | None:
     answer = await answered(connection, draft.request)
-    if answer is None:
-        return None
-    return Published(version_from_json(answer["version"]), None if answer["alias"] is None else alias_from_json(answer["alias"]))
+    return None if answer is None else published_of(answer)
 
 
 async def _lock_or_make_adapter(connection: AsyncConnection, owner: str, adapter: str) -> int:

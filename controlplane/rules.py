@@ -74,6 +74,8 @@ RULES: Rules = {
             "LeaseQuotas": _NODE,
             "ReportOutcomes": _NODE,
             "ReportUsage": _NODE,
+            "TakeProbe": _NODE,
+            "ReportProbe": _NODE,
         },
     ),
 }

@@ -34,6 +34,7 @@ from controlplane.outbox import Relay, connect
 from controlplane.outcomes import Outcomes
 from controlplane.placement_servicer import PlacementServicer
 from controlplane.placer import Placer
+from controlplane.probes import Probes
 from controlplane.publish import Check, Publisher, PublishMetrics
 from controlplane.quotas import QuotaLeases
 from controlplane.resolve import Resolver
@@ -100,6 +101,7 @@ class ControlPlane:
             quotas=QuotaLeases(self.database, vault, lifetime_s=settings.quota_lease_s),
             outcomes=Outcomes(self.database),
             usage=ledger,
+            probes=Probes(self.database, settings),
         )
         services = [
             Service(

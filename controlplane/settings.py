@@ -57,6 +57,8 @@ class Settings(BaseSettings):
         max_checks: Publish checks run at the same time.
         check_timeout_s: Longest publish check.
         part_timeout_s: Longest wait for the next part of an upload.
+        probe_take_s: How long a publish with a probe waits for a data plane that takes it on.
+        probe_timeout_s: How long it waits for the answer in all.
         upload_timeout_s: Longest upload.
         grant_lifetime_s: Life of a blob grant.
         quota_lease_s: How long a node's share of a tenant's quotas lasts unless it is renewed; nodes renew each third of it.
@@ -111,6 +113,8 @@ class Settings(BaseSettings):
     max_checks: Annotated[int, Field(ge=1, le=64)] = 2
     check_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
     part_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
+    probe_take_s: Annotated[float, Field(gt=0, le=600)] = 10.0
+    probe_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 90.0
     upload_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 1800.0
     grant_lifetime_s: Annotated[float, Field(ge=1, le=86400)] = 900.0
     quota_lease_s: Annotated[float, Field(ge=0.3, le=60)] = 6.0

@@ -18,6 +18,7 @@ from controlplane.fallback import FallbackPolicy
 from controlplane.grants import Grant
 from controlplane.limits import TenantLimits, TenantQuotas
 from controlplane.nodes import Node
+from controlplane.probe_report import ProbeMeasures
 from controlplane.quotas import Amounts, Demand
 from controlplane.regression import Tally
 from controlplane.resolve import Caller, Resolution, Servable
@@ -44,6 +45,7 @@ _CHANGE_KINDS = {
     ChangeKind.ALIAS: nodes_pb2.CHANGE_KIND_ALIAS,
     ChangeKind.GRANT: nodes_pb2.CHANGE_KIND_GRANT,
     ChangeKind.KEY: nodes_pb2.CHANGE_KIND_KEY,
+    ChangeKind.PROBE: nodes_pb2.CHANGE_KIND_PROBE,
 }
 _POLICIES = {
     tenants_pb2.FALLBACK_POLICY_ALLOWED: (True, True),
@@ -280,7 +282,7 @@ def version_message(version: Version) -> catalog_pb2.Version:
         base_digest=version.base_digest,
         state=_STATES[version.state],
         size_bytes=version.size_bytes,
-        report=report_message(version.report),
+        report=_report_message(version),
         label=version.label,
         create_time=timestamp(version.create_time),
         retire_time=timestamp(version.retire_time),
@@ -288,6 +290,14 @@ def version_message(version: Version) -> catalog_pb2.Version:
         training_run=version.training_run,
         data_digest=version.data_digest,
     )
+
+
+def _report_message(version: Version) -> catalog_pb2.ArtifactReport:
+    message = report_message(version.report)
+    if version.probe is not None:
+        state = catalog_pb2.ProbeState.Value(f"PROBE_STATE_{version.probe.state}")
+        message.probe.CopyFrom(catalog_pb2.ProbeReport(**{**dataclasses.asdict(version.probe), "state": state}))
+    return message
 
 
 def node_message(node: Node) -> nodes_pb2.Node:
@@ -343,6 +353,20 @@ def _servable_message(version: Servable) -> nodes_pb2.ServableVersion:
         invocation_tokens=version.invocation_tokens,
         previous=None if version.previous is None else _servable_message(version.previous),
         ticket=version.ticket,
+    )
+
+
+def measures_of(message: nodes_pb2.ProbeMeasures) -> ProbeMeasures:
+    """What a node measured, from a message."""
+    return ProbeMeasures(
+        fault=message.fault,
+        finite=message.finite,
+        num_prompts=message.num_prompts,
+        num_tokens=message.num_tokens,
+        max_difference=message.max_difference,
+        num_samples=message.num_samples,
+        max_error=message.max_error,
+        tolerance=message.tolerance,
     )
 
 

@@ -54,6 +54,8 @@ _REFUSALS = {
 
 ALIAS_MOVED = int(nodes_pb2.CHANGE_KIND_ALIAS)
 """Kind of a change that points an alias at a version."""
+PROBE_ASKED = int(nodes_pb2.CHANGE_KIND_PROBE)
+"""Kind of a change that asks for a probe of a version."""
 
 
 class EnrollmentError(FailedPreconditionError):
@@ -112,6 +114,29 @@ class ArmOutcomes:
     version: str
     ok: int
     failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOrder:
+    """A probe that this node took on: of which version, whose it is, and which tokens activate it."""
+
+    version: str
+    owner: str
+    invocation_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeMeasures:
+    """What a probe gave; mirrors the message of this name."""
+
+    fault: str = ""
+    finite: bool = False
+    num_prompts: int = 0
+    num_tokens: int = 0
+    max_difference: float = 0.0
+    num_samples: int = 0
+    max_error: float = 0.0
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +310,17 @@ class CatalogClient:
         told = [nodes_pb2.ArmOutcomes(**asdict(one)) for one in outcomes]
         request = nodes_pb2.ReportOutcomesRequest(epoch=epoch, sequence=sequence, outcomes=told)
         await self._call(self._nodes.ReportOutcomes(request, **self._common()))
+
+    async def take_probe(self, version: str) -> ProbeOrder:
+        """Takes on the probe of a version; NotFoundError when there is none to take."""
+        response = await self._call(self._nodes.TakeProbe(nodes_pb2.TakeProbeRequest(version=version), **self._common()))
+        return ProbeOrder(version, response.owner, tuple(response.invocation_tokens))
+
+    async def report_probe(self, version: str, measures: ProbeMeasures) -> None:
+        """Says what the probe that this node took on gave."""
+        message = nodes_pb2.ProbeMeasures(**asdict(measures))
+        request = nodes_pb2.ReportProbeRequest(version=version, measures=message)
+        await self._call(self._nodes.ReportProbe(request, **self._common()))
 
     async def _report(self, version: str, fault: nodes_pb2.VersionFault.ValueType) -> None:
         request = nodes_pb2.ReportVersionRequest(version=version, fault=fault)

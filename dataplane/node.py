@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from dataplane.access import RULES, NodeAuthenticator
 from dataplane.admin import AdminServicer
-from dataplane.catalog_client import ALIAS_MOVED, CatalogClient, Change, open_channel
+from dataplane.catalog_client import ALIAS_MOVED, PROBE_ASKED, CatalogClient, Change, open_channel
 from dataplane.change_feed import ChangeFeed
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
@@ -33,6 +33,7 @@ from dataplane.options import control_plane_ca, engine_config, server_options
 from dataplane.outcomes import OutcomeReporter, Outcomes
 from dataplane.pins import PinLimits, Pins
 from dataplane.prefetcher import Prefetcher
+from dataplane.prober import Prober
 from dataplane.quotas import Quotas
 from dataplane.residency_feed import ResidencyFeed
 from dataplane.residency_reports import ResidencyReporter
@@ -217,6 +218,14 @@ class Node:
                 max_host_bytes=settings.max_host_bytes_per_tenant,
             ),
         )
+        self.prober = Prober(
+            self.client,
+            engine=self.supervisor,
+            loader=self.prefetcher,
+            store=self.store,
+            prompts=self.prompts,
+            dtype=self.store.dtype,
+        )
         self.pins = Pins(
             self.supervisor,
             loader=self.prefetcher,
@@ -273,6 +282,7 @@ class Node:
         )
         self._spawn(self.feed.run(), "change-feed")
         self._spawn(self.prefetcher.run(), "prefetcher")
+        self._spawn(self.prober.run(), "prober")
         self._spawn(self.supervisor.run(), "supervisor")
         self._spawn(self.quotas.run(), "quotas")
         self._spawn(self.usage.run(), "usage")
@@ -355,7 +365,9 @@ class Node:
     def _on_changes(self, changes: tuple[Change, ...]) -> None:
         self.resolver.invalidate([Subject(change.tenant, change.adapter) for change in changes])
         for change in changes:
-            if change.version:
+            if change.kind == PROBE_ASKED:
+                self.prober.ask(change.version)
+            elif change.version:
                 self.prefetcher.recheck(change.version)
                 if change.kind == ALIAS_MOVED and self.resolver.was_asked_lately(change.tenant, change.adapter):
                     self.prefetcher.expect(change.version)

@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
 
 from dataplane.folding import image_pairs
 from dataplane.lora.coding import ITEM_BYTES
@@ -63,6 +65,34 @@ class StoreLimits:
     backoff_s: float = 0.1
 
 
+@dataclass(frozen=True, slots=True)
+class StoredVersion:
+    """A version's files as the store has them, checked. Closed by who asked for them.
+
+    Attributes:
+        artifact: What the check gave.
+        files: The files.
+        num_layers: Layers of the base.
+    """
+
+    artifact: Artifact
+    files: Files
+    num_layers: int
+
+    @property
+    def weights(self) -> BinaryIO:
+        """The weights, open for reading."""
+        return self.files.weights
+
+    def __enter__(self) -> Self:
+        """Returns the version."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Closes the files."""
+        self.files.__exit__(kind, error, trace)
+
+
 class AdapterStore:
     """Fetches versions and lays them out. Owned by the event loop; files are read and written on other threads.
 
@@ -100,7 +130,7 @@ class AdapterStore:
         self._on_evicted = on_evicted
         self._base = base
         self._base_weights = base_weights
-        self._dtype = dtype
+        self.dtype = dtype
         self._max_loss = max_loss
         self._artifact_limits = artifact_limits
         self._observe = observe
@@ -161,6 +191,21 @@ class AdapterStore:
                 raise UnavailableError("the node cannot keep the version now", retry_after_s=1.0) from error
         return self._cache.path(version)
 
+    async def read(self, version: str) -> StoredVersion:
+        """Reads a version's files from the store, whether or not the node holds its image, and checks them.
+
+        Raises:
+            VeneerError: They cannot be had, or are not what was published.
+        """
+        async with self._fetches:
+            files = await self._read_twice(version, at_once)
+        try:
+            artifact = await in_thread(partial(check, files.config, files.weights, self._base, self._artifact_limits))
+        except BaseException:
+            files.weights.close()
+            raise
+        return StoredVersion(artifact, files, self._base.num_layers)
+
     async def _read_twice(self, version: str, pace: Pace) -> Files:
         try:
             return await self._transfer.read(version, by_url=True, pace=pace)
@@ -199,10 +244,10 @@ class AdapterStore:
         try:
             evicted += self._cache.reserve(version, size_bytes=self._size_bytes(artifact), ahead=is_ahead())
             image = build_image(
-                image_pairs(artifact, files.weights, base=self._base, base_weights=self._base_weights, dtype=self._dtype),
+                image_pairs(artifact, files.weights, base=self._base, base_weights=self._base_weights, dtype=self.dtype),
                 version=version,
                 base_digest=self._base.digest,
-                dtype=self._dtype,
+                dtype=self.dtype,
                 num_layers=self._base.num_layers,
                 num_slices=len(self._base.modules),
             )
@@ -221,7 +266,7 @@ class AdapterStore:
 
     def _size_bytes(self, artifact: Artifact) -> int:
         """Returns an upper bound of the image file's size."""
-        item, factor = ITEM_BYTES[self._dtype], 4 if self._dtype == "fp8" else 0
+        item, factor = ITEM_BYTES[self.dtype], 4 if self.dtype == "fp8" else 0
         modules = [self._base.module_at(pair.layer, pair.slice) for pair in artifact.pairs]
         matrices = sum(
             pair.rank * ((module.in_features + module.out_features) * item + factor)

@@ -186,6 +186,14 @@ class EngineSupervisor:
         """
         return await self._running().state()
 
+    async def take_samples(self, version: str, places: tuple[tuple[int, int], ...]) -> tuple[tuple[float, ...], ...]:
+        """See `EngineClient.take_samples`.
+
+        Raises:
+            UnavailableError: There is no engine now, or it served no request for the version in time.
+        """
+        return await self._running().take_samples(version, places)
+
     def _running(self) -> EngineClient:
         if self._client is None:
             raise UnavailableError("the engine restarts", retry_after_s=1.0)

@@ -198,6 +198,7 @@ class Client(CanaryCalls, ReleaseCalls):
         alias: str = "",
         label: str = "",
         origin: Origin = NO_ORIGIN,
+        probe: bool = False,
         request_id: str = "",
         progress: Callable[[int, int], None] | None = None,
         timeout_s: float = 1800.0,
@@ -211,6 +212,7 @@ class Client(CanaryCalls, ReleaseCalls):
             alias: Alias to point at the new version; empty moves none but gives an adapter's first version `stable`.
             label: Free text.
             origin: Where it comes from.
+            probe: Have a data plane run it before the alias moves; the same call with its request_id goes on where it stopped.
             request_id: Identifies this publish: the same id and files give the same answer. Empty makes one.
             progress: Called with bytes sent and bytes in all after each part.
             timeout_s: Deadline of the whole upload and check.
@@ -224,8 +226,9 @@ class Client(CanaryCalls, ReleaseCalls):
         if missing:
             raise InvalidArgumentError.of(missing)
         header = catalog_pb2.PublishHeader(
-            adapter=adapter, base=base, alias=alias, label=label, request_id=request_id or uuid.uuid4().hex, **origin.fields()
-        )
+            adapter=adapter, base=base, alias=alias, label=label, request_id=request_id or uuid.uuid4().hex,
+            probe=probe, **origin.fields(),
+        )  # fmt: skip
         total = sum(path.stat().st_size for _, path in paths)
         with typed_errors():
             for _ in range(_PUBLISH_ATTEMPTS - 1):

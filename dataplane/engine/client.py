@@ -34,6 +34,7 @@ from dataplane.engine.messages import (
     Unstage,
     Wanted,
 )
+from dataplane.engine.samples import Samples, TakeSamples
 from veneer import errors
 from veneer.errors import UnavailableError, VeneerError
 
@@ -77,7 +78,7 @@ class EngineClient:
         self.on_not_finite: Callable[[NotFinite], None] | None = None
         self.on_death: Callable[[], None] | None = None
         self._streams: dict[str, _Stream] = {}
-        self._queries: dict[int, asyncio.Future[State]] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}
         self._tokens = itertools.count()
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._stopping = False
@@ -197,15 +198,32 @@ class EngineClient:
         Raises:
             UnavailableError: The engine is away or does not answer in time.
         """
+        state: State = await self._ask(Query, timeout_s=timeout_s)
+        return state
+
+    async def take_samples(
+        self, version: str, places: tuple[tuple[int, int], ...], *, timeout_s: float = 30.0
+    ) -> tuple[tuple[float, ...], ...]:
+        """Has the engine's form compute some pairs of a version on `sample_input`, beside a request for it that runs or comes.
+
+        Returns:
+            What each gives; nothing where this form takes no samples.
+
+        Raises:
+            UnavailableError: The engine is away, or served no such request in time.
+        """
+        samples: Samples = await self._ask(lambda token: TakeSamples(token, version, places), timeout_s=timeout_s)
+        return samples.values
+
+    async def _ask(self, command: Callable[[int], Command], *, timeout_s: float) -> Any:
         if self._dead:
             raise UnavailableError("the engine is away")
         token = next(self._tokens)
         answer = self._queries[token] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Query(token))
+            self._send(command(token))
             async with asyncio.timeout(timeout_s):
-                state: State = await answer
-                return state
+                return await answer
         except TimeoutError as error:
             raise UnavailableError(f"the engine did not answer within {timeout_s:g} s") from error
         finally:
@@ -256,6 +274,9 @@ class EngineClient:
                     if (answer := self._queries.get(token)) is not None and not answer.done():
                         answer.set_result(event)
                     self._notify(event)
+                case Samples(token=token):
+                    if (answer := self._queries.get(token)) is not None and not answer.done():
+                        answer.set_result(event)
                 case _:
                     self._notify(event)
 

@@ -32,9 +32,10 @@ from dataplane.engine.messages import (
     Unstage,
     Wanted,
 )
+from dataplane.engine.samples import Samples, TakeSamples
 
-_COMMANDS = (Submit, Abort, Pause, Resume, Stage, Unstage, Pin, Unpin, Fail, Query, Stop)
-_EVENTS = (Tokens, Failed, Wanted, Moved, Unloaded, NotFinite, State, Ready)
+_COMMANDS = (Submit, Abort, Pause, Resume, Stage, Unstage, Pin, Unpin, Fail, Query, TakeSamples, Stop)
+_EVENTS = (Tokens, Failed, Wanted, Moved, Unloaded, NotFinite, State, Samples, Ready)
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_COMMANDS, *_EVENTS)}
 
 
@@ -71,6 +72,10 @@ def _build(kind: type[Any], fields: dict[str, Any]) -> Any:
         seconds = tuple((str(part), float(number)) for part, number in fields["seconds"])
         counts = {name: tuple(fields[name]) for name in ("queue_counts", "rank_row_counts")}
         return State(**{**fields, **counts, "holdings": holdings, "seconds": seconds})
+    if kind is TakeSamples:
+        return TakeSamples(**{**fields, "places": tuple((int(layer), int(index)) for layer, index in fields["places"])})
+    if kind is Samples:
+        return Samples(**{**fields, "values": tuple(map(tuple, fields["values"]))})
     if kind is Ready:
         return Ready(**{**fields, "plan": tuple(fields["plan"])})
     return kind(**fields)

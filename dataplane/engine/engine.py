@@ -42,6 +42,7 @@ from dataplane.engine.plan import Plan, Result, TokenMask
 from dataplane.engine.queue_times import QueueTimes
 from dataplane.engine.queued import QueuedStepping
 from dataplane.engine.runner import Runner
+from dataplane.engine.samples import Orders, Samples, TakeSamples
 from dataplane.engine.scheduler import Scheduler
 from dataplane.engine.step_rows import StepRows
 from dataplane.engine.stepping import OverlappedStepping, SerialStepping, Stepping
@@ -111,6 +112,8 @@ class Engine:
         self._watch = Stopwatch()
         self._queue_times = QueueTimes()
         self._step_rows = StepRows()
+        self._orders = Orders()
+        self._takes_samples = not config.has_device_form
         self._stopping = False
         self._steps = self._generated = self._mixed_steps = 0
         self._max_adapters = self._max_rows = 0
@@ -181,6 +184,7 @@ class Engine:
         self._watch.lap("schedule")
         if plan is not None and has_step:
             self._count(plan)
+            self._hand_over_orders(plan)
         done = self._stepping.turn(plan if has_step else None)
         self._watch.lap("run")
         if done is not None:
@@ -191,6 +195,8 @@ class Engine:
             events += outcome.failed
             events += outcome.not_finite
             self._watch.lap("commit")
+        while not self._runner.samples.empty():
+            events.append(self._runner.samples.get())
         if events:
             self._emit(events)
             self._watch.lap("emit")
@@ -211,6 +217,20 @@ class Engine:
                 self._scheduler.pause(request_id, paused=True)
             case Resume(request_id):
                 self._scheduler.pause(request_id, paused=False)
+            case Stage() | Unstage() | Pin() | Unpin():
+                self._handle_version(command, events)
+            case Fail(version, status, message):
+                events += self._scheduler.fail_waiting(version, status=status, message=message)
+            case Query(token):
+                events.append(self._state(token))
+            case TakeSamples(token):
+                if not (self._takes_samples and self._orders.add(command)):
+                    events.append(Samples(token))
+            case Stop():
+                self._stopping = True
+
+    def _handle_version(self, command: Stage | Unstage | Pin | Unpin, events: list[Event]) -> None:
+        match command:
             case Stage(version, path):
                 if (unloaded := self._unloads.cancel(version)) is not None:
                     events.append(unloaded)
@@ -225,12 +245,6 @@ class Engine:
                 self._adapters.pin(version, owner)
             case Unpin(version):
                 self._adapters.unpin(version)
-            case Fail(version, status, message):
-                events += self._scheduler.fail_waiting(version, status=status, message=message)
-            case Query(token):
-                events.append(self._state(token))
-            case Stop():
-                self._stopping = True
 
     def _submit(self, arrival: Arrival, events: list[Event]) -> None:
         submit = arrival.submit
@@ -259,8 +273,16 @@ class Engine:
             else:
                 self._store_loads += 1
 
+    def _hand_over_orders(self, plan: Plan) -> None:
+        """Lets the step take the samples that are asked of versions that it serves: their slots stay while it runs."""
+        if versions := self._orders.versions:
+            served = _slots(plan)
+            found = {version: self._adapters.residency.slot_of(version) for version in versions}
+            for due in self._orders.due({version: slot for version, slot in found.items() if slot in served and slot >= 0}):
+                self._runner.orders.put(due)
+
     def _count(self, plan: Plan) -> None:
-        slots = {*plan.decodes.slots.tolist(), *(rows.slot for rows in plan.rows)}
+        slots = _slots(plan)
         num_adapters = len(slots - {-1})
         self._step_rows.observe(slots, self._runner.arena.descriptors.largest_rank)
         self._steps += 1
@@ -308,6 +330,10 @@ class Engine:
         if (loss := held.loss) is None or not loss.error:
             return holding
         return replace(holding, loss=loss.error, loss_at=f"layers.{loss.layer}.{self._projections[loss.slice].path}")
+
+
+def _slots(plan: Plan) -> set[int]:
+    return {*plan.decodes.slots.tolist(), *(rows.slot for rows in plan.rows)}
 
 
 def _failed(submit: Submit, error: VeneerError) -> Failed:

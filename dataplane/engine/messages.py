@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import repeat, starmap
 from typing import Literal, NamedTuple
 
+from dataplane.engine.samples import Samples, TakeSamples
+
 MAX_LOGIT_BIAS = 300
 """Tokens with a bias of their own in one request."""
 MAX_BAD_WORDS = 128
@@ -195,7 +197,7 @@ class Stop:
     """Ends the engine: running requests end UNAVAILABLE."""
 
 
-Command = Submit | Abort | Pause | Resume | Stage | Unstage | Pin | Unpin | Fail | Query | Stop
+Command = Submit | Abort | Pause | Resume | Stage | Unstage | Pin | Unpin | Fail | Query | TakeSamples | Stop
 
 FinishReason = Literal["stop", "length"]
 
@@ -427,4 +429,4 @@ class Ready:
     vocab_size: int
 
 
-Event = Tokens | Failed | Wanted | Moved | Unloaded | NotFinite | State | Ready
+Event = Tokens | Failed | Wanted | Moved | Unloaded | NotFinite | State | Samples | Ready

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from dataplane.engine.memory import MemoryPlan
 from dataplane.engine.messages import Logprobs
 from dataplane.engine.plan import Chosen, Plan, PlannedRows, Result
 from dataplane.engine.sampler import Sampler, failed
+from dataplane.engine.samples import SAMPLE_ROWS, Samples, SlotSamples, sample_columns, sample_input
 from dataplane.engine.stopwatch import Stopwatch
 from dataplane.engine.upload import upload
 from dataplane.lora.arena import Arena
@@ -73,6 +76,8 @@ class Runner:
         kv: The KV tensor.
         form: Name of the form that computes, for the printed plan.
         watch: Seconds of the host by part: `fill`, `forward`, `sample`, and `wait` where a device computes.
+        orders: Samples to take at the end of the next step, which serves their versions; from the step loop.
+        samples: Those that were taken; for the step loop.
     """
 
     def __init__(self, config: EngineConfig, model: Architecture, memory: MemoryPlan) -> None:
@@ -120,7 +125,10 @@ class Runner:
         self._no_tokens = torch.empty(0, dtype=torch.int64)
         on_cuda = device.type == "cuda"
         self._hosts = [torch.empty(config.max_sequences, dtype=torch.int64, pin_memory=on_cuda) for _ in range(2)]
-        self._device = device
+        self._device, self._dtype = device, dtype
+        self._sites = model_sites(model)
+        self.orders: queue.SimpleQueue[SlotSamples] = queue.SimpleQueue()
+        self.samples: queue.SimpleQueue[Samples] = queue.SimpleQueue()
         self.watch = Stopwatch()
         self._graphs = None
         if forms.captures is not None:
@@ -168,6 +176,8 @@ class Runner:
         if step.scored:
             scores = self._sampler.score(logits[num_sampled:], step.scored)
         self.watch.lap("sample")
+        while not self.orders.empty():
+            self.samples.put(self._take_samples(self.orders.get()))
         host, ready = self._on_host(tokens)
         return Launched(plan, host, more, scores, ready)
 
@@ -182,6 +192,21 @@ class Runner:
             if results[i] is not None:
                 results[i] = more
         return _with_scores(launched.plan, results, launched.scores) if launched.scores else results
+
+    def _take_samples(self, asked: SlotSamples) -> Samples:
+        """Runs the form's low-rank product of one adapter on the samples' input; the next step begins anew with its own rows."""
+        slots = np.full(SAMPLE_ROWS, asked.slot, np.int32)
+        self._low_rank.begin_step(build_rank_rows(slots, self.arena.descriptors.largest_rank))
+        values = []
+        for layer, index in asked.order.places:
+            site = next(site for site in self._sites if index in site.slices)
+            x = torch.from_numpy(sample_input(site.in_features)).to(self._dtype)
+            y = torch.zeros(SAMPLE_ROWS, site.columns[-1][1], dtype=self._dtype)
+            self._low_rank.add_(y, x, layer=layer, site=site.name)
+            first, last = site.columns[site.slices.index(index)]
+            columns = torch.from_numpy(sample_columns(last - first))
+            values.append(tuple(y[:, first:last].index_select(1, columns).float().flatten().tolist()))
+        return Samples(asked.order.token, tuple(values))
 
     def _fill_decodes(self, plan: Plan, num_rows: int) -> FilledStep:
         return self._buffers.fill_decodes(plan, self.kv, num_rows=num_rows, spare_page=len(self.kv.data) - 1)

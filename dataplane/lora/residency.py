@@ -324,6 +324,12 @@ class Residency:
             entry.in_host = entry.in_host and retry
             self._copies.settle(entry)
 
+    def slot_of(self, version: str) -> int:
+        """Returns the slot of a version's device copy; -1 without one."""
+        with self._lock:
+            entry = self._entries.get(version)
+            return entry.slot if entry is not None and entry.place == "device" else -1
+
     def holdings(self) -> tuple[Holding, ...]:
         """Returns every version in host memory or on the device, most recently used first."""
         with self._lock:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 from controlplane.conductor import Conductor
-from dataplane.catalog_client import ArmOutcomes
-from dataplane.outcomes import Arm, OutcomeReporter, Outcomes
 from tests.fixtures.controlplane import BASE_DIGEST, Client, World, refused, tiny_base
 from tests.fixtures.services import TestDatabase
 from veneer.controlplane.v1 import canaries_pb2, catalog_pb2, nodes_pb2, tenants_pb2
-from veneer.errors import UnavailableError
 
 RUNNING, PROMOTED = canaries_pb2.CANARY_STATE_RUNNING, canaries_pb2.CANARY_STATE_PROMOTED
 ROLLED_BACK, STOPPED = canaries_pb2.CANARY_STATE_ROLLED_BACK, canaries_pb2.CANARY_STATE_STOPPED
@@ -159,35 +154,6 @@ async def test_a_batch_that_comes_again_or_from_behind_is_counted_once(scene: Sc
 
     found = await scene.canary()
     assert (found.version_counts.ok, found.version_counts.failed, found.stable_counts.ok) == (10, 2, 14)
-
-
-@pytest.mark.parametrize("seed", range(5))
-async def test_lost_answers_and_killed_processes_lose_what_was_not_taken_and_double_nothing(scene: Scene, seed: int) -> None:
-    await scene.start()
-    random = np.random.default_rng(seed)
-    arm = Arm("acme", "style", "stable", 2, scene.versions[1])
-    num_counted = num_dropped = 0
-
-    async def send(epoch: str, sequence: int, outcomes: Sequence[ArmOutcomes]) -> None:
-        told = [scene.outcomes(1, one.ok, one.failed, generation=one.generation) for one in outcomes]
-        if random.random() < 0.3:
-            raise UnavailableError("it did not arrive")
-        await scene.report(*told, epoch=epoch, sequence=sequence)
-        if random.random() < 0.3:
-            raise UnavailableError("it did, and the answer was lost")
-
-    for _process in range(4):
-        outcomes = Outcomes()
-        reporter = OutcomeReporter(outcomes, send)
-        for _ in range(8):
-            for _request in range(int(random.integers(1, 5))):
-                outcomes.count(arm, is_ok=False)
-                num_counted += 1
-            with contextlib.suppress(UnavailableError):
-                await reporter.flush()
-        num_dropped += sum(one.failed for one in (*reporter._batch, *outcomes.take()))  # killed here
-    found = (await scene.canary()).version_counts.failed
-    assert num_counted - num_dropped <= found <= num_counted
 
 
 async def test_batches_about_many_canaries_at_once_do_not_lose_anything(scene: Scene) -> None:

@@ -37,6 +37,8 @@ RUNNING = {
     "ReportOutcomes",
     "LeaseQuotas",
     "ReportUsage",
+    "TakeProbe",
+    "ReportProbe",
 }
 OPERATING = {
     "RegisterBase",

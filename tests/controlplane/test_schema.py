@@ -177,7 +177,7 @@ def test_what_was_published_comes_through_the_revision_of_releases_and_back(plai
         assert [row[0]["alias"] for row in rows] == [{"name": "stable"}, None]
         assert rows[0][0]["version"]["digest"] == _DIGEST
         assert rows[0][0]["version"]["size_bytes"] == 3
-        assert rows[0][0]["version"].keys() == {one.name for one in dataclasses.fields(Version)}
+        assert rows[0][0]["version"].keys() == {one.name for one in dataclasses.fields(Version)} - {"probe"}
 
         take_down(plain_owner, "0003")
         assert (
@@ -280,3 +280,23 @@ def test_auditors_go_with_the_revision_that_brought_them(fresh_database: TestDat
         assert connection.execute("SELECT roles FROM keys").fetchall() == [(["owner"],)]
         migrate(Settings(owner_url=fresh_database.owner_url))
         assert connection.execute("SELECT roles, successor FROM keys").fetchall() == [(["owner"], None)]
+
+
+def test_answers_and_changes_lose_their_probes_on_the_way_back(fresh_database: TestDatabase) -> None:
+    made = """
+        INSERT INTO tenants (name, fallback_allowed, weight) VALUES ('acme', true, 7);
+        INSERT INTO requests (tenant, request_id, fingerprint, method, answer) VALUES
+            ('acme', 'waits', '\\x01', 'Publish', '{"version": {"digest": "d", "probe": null}, "alias": null, "awaits": ""}'),
+            ('acme', 'ended', '\\x02', 'RetireVersion', '{"digest": "d", "probe": {"state": "PASSED"}}');
+        INSERT INTO changes (kind, tenant, adapter, version, generation) VALUES (1, 'acme', 'a', 'v', 0);
+        INSERT INTO changes (kind, tenant, adapter, version, generation) VALUES (5, 'acme', 'a', 'v', 0);
+        INSERT INTO outbox (kind, tenant, adapter, version, generation) VALUES (5, 'acme', 'a', 'v', 0)
+    """
+    with fresh_database.connect() as connection:
+        connection.execute(made)
+        take_down(fresh_database.owner_url, "0009")
+        left = connection.execute("SELECT request_id, answer FROM requests").fetchall()
+        assert left == [("waits", {"version": {"digest": "d"}, "alias": None})]
+        assert connection.execute("SELECT kind FROM changes UNION ALL SELECT kind FROM outbox").fetchall() == [(1,)]
+        migrate(Settings(owner_url=fresh_database.owner_url))
+        assert connection.execute("SELECT probe FROM versions").fetchall() == []

@@ -202,6 +202,10 @@ TABLE = {
             ),
             *(PD, PD, PD, OK, PD),
         ),
+        "TakeProbe": Row(lambda s: nodes_pb2.TakeProbeRequest(version=s.spare), PD, PD, PD, NF, PD),  # there is none
+        "ReportProbe": Row(
+            lambda s: nodes_pb2.ReportProbeRequest(version=s.spare, measures=nodes_pb2.ProbeMeasures()), PD, PD, PD, NF, PD
+        ),
     },
     "veneer.dataplane.v1.GenerationService": {
         "Generate": Row(

@@ -155,6 +155,10 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         (sampling(repetition_penalty=0), "sampling.repetition_penalty", "float.gt_lte"),
         (tenants_pb2.TenantLimits(max_arena_bytes=1 << 60), "max_arena_bytes", "uint64.lte"),
         (nodes_pb2.ReportOutcomesRequest(epoch=UUID, sequence=0, outcomes=[OUTCOME]), "sequence", "uint64.gte_lte"),
+        # other numbers
+        (nodes_pb2.ProbeMeasures(max_difference=-1.0), "max_difference", "double.gte"),
+        (nodes_pb2.ProbeMeasures(max_error=float("inf")), "max_error", "double.finite"),
+        (nodes_pb2.ProbeMeasures(tolerance=1.5), "tolerance", "double.gte_lte"),
         # enums
         (part(file=99), "file", "enum.defined_only"),
         (part(file=0), "file", "enum.not_in"),

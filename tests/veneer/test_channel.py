@@ -28,6 +28,8 @@ NEVER_REPEATED = {
     "NodeService/LeaseQuotas",
     "NodeService/ReportOutcomes",
     "NodeService/ReportUsage",
+    "NodeService/TakeProbe",
+    "NodeService/ReportProbe",
     "AdminService/Drain",
     "AdminService/WatchResidency",  # who comes back says where it was
 }

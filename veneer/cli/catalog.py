@@ -36,6 +36,7 @@ def publish(
     labels: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A label; may be repeated, up to 32.")] = None,
     training_run: Annotated[str, typer.Option(help="The run that trained it, up to 200 characters.")] = "",
     data_digest: Annotated[str, typer.Option(help="SHA-256 of what it was trained on, 64 lower-case hex digits.")] = "",
+    probe: Annotated[bool, typer.Option("--probe", help="Have a data plane run it before the alias moves.")] = False,
     request_id: Annotated[str, typer.Option(help="Your own identifier: repeating a publish with it changes nothing.")] = "",
     json: Json = False,
 ) -> None:
@@ -54,6 +55,7 @@ def publish(
                 alias=alias,
                 label=label,
                 origin=origin,
+                probe=probe,
                 request_id=request_id,
                 progress=lambda sent, total: progress.update(task, completed=sent, total=total),
             )
@@ -70,7 +72,7 @@ def publish(
         say(f"alias {response.alias.name} points at it (generation {response.alias.generation})")
     else:
         note(f"no alias was moved; to serve it: veneer alias {version.adapter} {version.number}")
-    for warning in version.report.warnings:
+    for warning in (*version.report.warnings, *version.report.probe.warnings):
         note(f"warning: {warning}")
 
 

@@ -99,6 +99,8 @@ def print_report(title: str, report: catalog_pb2.ArtifactReport) -> None:
     if report.by_module:
         columns = ("module", "site", "pairs", "ranks", "scaling", "largest in A", "in B", "norm of what is added")
         print_table("by module", columns, map(_module_row, report.by_module))
+    if report.HasField("probe"):
+        print_table("probe", ("", ""), _probe_rows(report.probe))
     if report.limits:
         rows = [(one.name, f"{one.value:g} of {one.limit:g}") for one in report.limits]
         print_table("limits", ("", ""), rows)
@@ -116,6 +118,17 @@ def _module_row(one: catalog_pb2.ModuleReport) -> tuple[object, ...]:
         f"{one.max_abs_b:.3g}",
         norm,
     )
+
+
+def _probe_rows(probe: catalog_pb2.ProbeReport) -> Iterator[tuple[str, object]]:
+    yield "state", catalog_pb2.ProbeState.Name(probe.state).removeprefix("PROBE_STATE_").lower()
+    if probe.node:
+        yield "data plane", probe.node
+    yield from (("fault", fault) for fault in probe.faults)
+    yield from (("warning", warning) for warning in probe.warnings)
+    yield "difference from the base", f"{probe.max_difference:.3g} over {probe.num_tokens} tokens of {probe.num_prompts} prompts"
+    samples = f"{probe.max_error:.2g} over {probe.num_samples} pairs; {probe.tolerance:g} is allowed"
+    yield "difference from the stored files", samples
 
 
 def _provenance(version: catalog_pb2.Version) -> Iterator[tuple[str, object]]:

@@ -65,6 +65,18 @@ def test_an_adapter_goes_from_folder_to_answer_and_back(
     assert checked["report"] == reported["report"]
 
 
+def test_a_probe_runs_a_version_before_its_alias_moves(veneer: Run, make_folder: Callable[[int], Path]) -> None:
+    published = json.loads(ok(veneer("publish", make_folder(21), "--adapter", "probed", "--probe", "--json")))
+    version, probe = published["version"], published["version"]["report"]["probe"]
+    assert (published["alias"]["name"], probe["state"], probe["faults"]) == ("stable", "PROBE_STATE_PASSED", [])
+    assert (probe["num_prompts"], probe["num_samples"], probe["warnings"]) == (3, 4, [])
+    assert probe["max_difference"] > 0
+    assert 0 < probe["max_error"] <= probe["tolerance"]
+    shown = ok(veneer("report", "probed", "1"))
+    assert "difference from the stored files" in shown
+    assert version["digest"] in shown
+
+
 def followed(condition: Callable[[], bool]) -> None:
     """Waits until the data plane has followed a change: a busy machine may answer from memory for some seconds."""
     assert any(condition() for _ in range(100))
