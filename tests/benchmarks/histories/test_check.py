@@ -257,10 +257,9 @@ def test_a_number_given_twice_is_flagged() -> None:
 
 
 def test_a_gap_between_numbers_is_flagged_unless_an_unknown_publish_may_have_it() -> None:
-    story = Story().publish(A, 1, moved(1, A))
-    assert dataclasses.replace(story.operations[0]).id == 0
     with_gap = Story().publish(A, 1, moved(1, A)).publish(C, 3)
     assert with_gap.promises_broken() == {"numbers have no gaps", "linearizable"}
+    story = Story().publish(A, 1, moved(1, A))
     assert story.add(Publish(B), None, request_id="r").publish(C, 3).promises_broken() == set()
 
 
@@ -320,13 +319,7 @@ def test_a_feed_out_of_order_is_flagged() -> None:
 
 @pytest.mark.parametrize(
     ("num_events", "broken"),
-    [
-        (1, {"the feed skips nothing"}),
-        (2, set()),
-        (4, set()),
-        (5, set()),
-        (6, {"the feed tells what was done, once"}),
-    ],
+    [(1, {"the feed skips nothing"}), (2, set()), (5, set()), (6, {"the feed tells what was done, once"})],
 )
 def test_changes_of_grants_are_counted_as_far_as_outcomes_are_known(num_events: int, broken: set[str]) -> None:
     story = told().add(Grant("guest"), Done()).add(Revoke("guest"), Done())
@@ -393,8 +386,7 @@ def test_a_right_history_with_one_wrong_answer_is_flagged(seed: int) -> None:
     operations = random_history(seed, unknown=0.0)
     reads = [at for at, one in enumerate(operations) if isinstance(one.outcome, Listed) and isinstance(one.what, ReadCount)]
     at = reads[len(reads) // 2]
-    wrong = Listed((99,))
-    operations[at] = dataclasses.replace(operations[at], outcome=wrong)
+    operations[at] = dataclasses.replace(operations[at], outcome=Listed((99,)))
     assert "linearizable" in {one.promise for one in check_history(History(tuple(operations)))}
 
 
