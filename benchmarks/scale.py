@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from controlplane.catalog import Catalog
 from controlplane.db import Database
 from controlplane.identities import Identities
 from controlplane.paging import page_token
+from controlplane.remembered import Freshness
 from controlplane.resolve import Reference, Resolver
 from controlplane.settings import Settings
 from controlplane.vault import Vault, secret_digest
@@ -60,20 +61,19 @@ _REPORT = (
 )
 
 
-def load(url: str, vault: Vault, *, versions: int) -> None:
+def load(url: str, vault: Vault, *, versions: int, callers: int = _NUM_CALLERS) -> None:
     """Fills a migrated, empty database: a tenth as many tenants as versions, one of them wide and one deep. Blocks.
 
     Args:
         url: Address of the database, as the owner of its tables.
         vault: Derives the callers' stored credentials; see `secret_of`.
         versions: At least 1,000.
+        callers: Tenants with a key.
     """
     tenants, wide, deep = versions // 10, versions // 10, versions // 100
-    hashes = [vault.key_hash(secret_digest(secret_of(number))).hex() for number in range(1, _NUM_CALLERS + 1)]
+    hashes = [vault.key_hash(secret_digest(secret_of(number))).hex() for number in range(1, callers + 1)]
     each = math.ceil((versions - wide - deep) / tenants)
-    script = _LOAD.format(
-        base=BASE.digest, tenants=tenants, wide=wide, deep=deep, each=each, report=_REPORT, callers=_NUM_CALLERS
-    )
+    script = _LOAD.format(base=BASE.digest, tenants=tenants, wide=wide, deep=deep, each=each, report=_REPORT, callers=callers)
     with psycopg.connect(url, autocommit=True) as connection:
         for statement in script.split(";\n"):
             if statement.strip():
@@ -86,18 +86,34 @@ def secret_of(number: int) -> str:
     return f"vnr_{number:043d}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reader:
-    """The reads of a loaded catalogue. Owned by one event loop."""
+    """The reads of a loaded catalogue, none from memory. Owned by one event loop, and closed at its end."""
 
     database: Database
     vault: Vault
     versions: int
+    freshness: Freshness = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.freshness = Freshness(self.database)
+
+    async def close(self) -> None:
+        """Closes the database too."""
+        await self.freshness.close()
+        await self.database.close()
 
     def operations(self) -> Mapping[str, Callable[[int], Awaitable[object]]]:
         """Reads by name; each takes a number that says of what."""
         catalog = Catalog(self.database)
-        resolver = Resolver(self.database, Identities(self.database, self.vault), self.vault)
+        identities = Identities(self.database, self.vault, self.freshness)
+        resolver = Resolver(self.database, identities, self.vault, self.freshness)
+
+        def resolve(number: int) -> Awaitable[object]:
+            self.freshness.forget_all()
+            key = secret_digest(secret_of(number % tenants + 1))
+            return resolver.resolve(key, Reference(adapter="a"), base_digest=BASE.digest)
+
         wide = self.versions // 10
         last_adapters = page_token("adapters", [f"a{wide - 10:07d}"])
         last_versions = page_token("versions/a", [10])
@@ -107,9 +123,7 @@ class Reader:
             "list_last": lambda _: catalog.adapters(WIDE, page_size=10, token=last_adapters),
             "versions_first": lambda _: catalog.versions(DEEP, "a", page_size=10, token=""),
             "versions_last": lambda _: catalog.versions(DEEP, "a", page_size=10, token=last_versions),
-            "resolve": lambda n: resolver.resolve(
-                secret_digest(secret_of(n % tenants + 1)), Reference(adapter="a"), base_digest=BASE.digest
-            ),
+            "resolve": resolve,
         }
 
 
@@ -153,5 +167,5 @@ async def _read(
                 if number >= 0:
                     times[name][operation].append(time.perf_counter() - start)
     for reader in readers.values():
-        await reader.database.close()
+        await reader.close()
     return times

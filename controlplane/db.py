@@ -71,12 +71,15 @@ class Database:
         app: Engine of `veneer_app`, under row-level security.
         auth: Engine of `veneer_auth`, which may call `identify` and nothing else.
         relay: Engine of `veneer_relay`, which reads the outbox and the change feed.
+        pool_size: Connections of a role that stay open. What is asked often keeps to so many: to make a further one takes longer
+            than to wait.
     """
 
     def __init__(self, settings: Settings) -> None:
+        self.pool_size = settings.pool_size
         self.app = _engine(settings, APP_ROLE, overflow=settings.pool_overflow)
         self.auth = _engine(settings, AUTH_ROLE, overflow=settings.pool_overflow, isolation_level="AUTOCOMMIT")
-        self.relay = _engine(settings, RELAY_ROLE, overflow=2)  # jobs that one process does keep a session each
+        self.relay = _engine(settings, RELAY_ROLE, overflow=4)  # jobs that one process does keep a session each
 
     @asynccontextmanager
     async def transaction(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import text
 
+from controlplane.coalesced import Coalesced
 from controlplane.db import Database, translated
 from controlplane.fallback import FallbackPolicy
 from controlplane.limits import TenantLimits, TenantQuotas
+from controlplane.remembered import Freshness
 from controlplane.vault import Vault
 from veneer.access import Identity, Kind
 
+_CLOCKS_DIFFER = timedelta(seconds=60)
 _IDENTIFY = text("""
     SELECT i.kind, i.id, i.tenant, i.roles, i.expire_time, i.fallback_allowed, i.weight, f.previous_allowed, f.default_fallback,
            i.max_rank_rows, i.max_arena_bytes, i.max_host_bytes, q.*
@@ -51,11 +55,17 @@ class Holder:
 
 
 class Identities:
-    """Looks credentials up, as the role that may do nothing else. Also the `Authenticator` of both listeners. Stateless."""
+    """Looks credentials up, as the role that may do nothing else. Also the `Authenticator` of both listeners.
 
-    def __init__(self, database: Database, vault: Vault) -> None:
+    Owned by one event loop. Holders of tenant keys are remembered; who asks for one credential at the same time shares a lookup.
+    """
+
+    def __init__(self, database: Database, vault: Vault, freshness: Freshness) -> None:
         self._engine = database.auth
         self._vault = vault
+        self._freshness = freshness
+        self._places = asyncio.Semaphore(database.pool_size)
+        self._lookups = Coalesced[bytes, Holder | None](self._look_up)
 
     async def find(self, key_digest: bytes) -> Holder | None:
         """The holder of the credential with this SHA-256; None for unknown, expired, used and revoked ones alike.
@@ -63,8 +73,20 @@ class Identities:
         Raises:
             UnavailableError: The database is away.
         """
+        await self._freshness.check()
+        memory = self._freshness.tenants
+        known: Holder | None = memory.get(key_digest)
+        if known is not None and not _ends_soon(known):
+            return known
+        epoch = memory.epoch
+        holder = await self._lookups.get(key_digest)
+        if holder is not None and holder.kind == "tenant":
+            memory.put(key_digest, holder, about=(holder.tenant, ""), epoch=epoch)
+        return holder
+
+    async def _look_up(self, key_digest: bytes) -> Holder | None:
         with translated():
-            async with self._engine.connect() as connection:
+            async with self._places, self._engine.connect() as connection:
                 row = (await connection.execute(_IDENTIFY, {"hash": self._vault.key_hash(key_digest)})).one_or_none()
         if row is None:
             return None
@@ -86,7 +108,12 @@ class Identities:
 
     async def authenticate(self, key_digest: bytes) -> Identity | None:
         """See `veneer.access.Authenticator`."""
-        holder = await self.find(key_digest)
+        holder = await self._lookups.get(key_digest)
         if holder is None:
             return None
         return Identity(kind=holder.kind, key_digest=key_digest, key_id=holder.id, tenant=holder.tenant, roles=holder.roles)
+
+
+def _ends_soon(holder: Holder) -> bool:
+    """Whether a key ends so soon that only the database's clock may tell whether it has."""
+    return holder.expire_time is not None and holder.expire_time < datetime.now(UTC) + _CLOCKS_DIFFER

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Row, TextClause, text
 
@@ -14,6 +15,7 @@ from controlplane.db import Database, Scope
 from controlplane.fallback import FallbackPolicy
 from controlplane.identities import Holder, Identities
 from controlplane.limits import TenantLimits, TenantQuotas
+from controlplane.remembered import Freshness, Memory
 from controlplane.tickets import ticket
 from controlplane.vault import Vault
 from veneer.errors import UnauthenticatedError
@@ -101,6 +103,12 @@ class Resolved:
     outcome: Resolution | Refusal
 
 
+class _Question(NamedTuple):
+    tenant: str
+    reference: Reference
+    base_digest: str
+
+
 _BY_ALIAS = text("""
     SELECT a.generation, b.weight, v.digest, v.number, v.max_rank, v.config_bytes + v.weights_bytes AS size_bytes, v.state,
            v.base_digest, v.report -> 'invocation_tokens' AS invocation_tokens, before.*
@@ -134,24 +142,27 @@ _BY_VERSION = text("""
 
 
 class Resolver:
-    """Resolves references. Stateless; any task may call it."""
+    """Resolves references, and remembers what they mean. Owned by one event loop."""
 
-    def __init__(self, database: Database, identities: Identities, vault: Vault) -> None:
+    def __init__(self, database: Database, identities: Identities, vault: Vault, freshness: Freshness) -> None:
         self._database = database
         self._identities = identities
         self._vault = vault
+        self._memory: Memory[_Question, Resolution | Refusal] = freshness.adapters
+        self._places = asyncio.Semaphore(database.pool_size)
 
     async def resolve(self, key_digest: bytes, reference: Reference, *, base_digest: str, node: str = "") -> Resolved:
         """Tells who a key belongs to and what a reference means for its tenant on a node with this base.
 
         The lookup runs in the caller's own row-level-security scope, which holds its own adapters and those granted to it; so a
-        foreign adapter and one that does not exist take the same query and give the same answer.
+        foreign adapter and one that does not exist take the same query and give the same answer. What is not there is not
+        remembered: else the time of an answer would tell of a change to an adapter of somebody else.
 
         Raises:
             UnauthenticatedError: No tenant's valid key has this digest.
             UnavailableError: The database is away.
         """
-        holder = await self._identities.find(key_digest)
+        holder = await self._identities.find(key_digest)  # from here on what is remembered is as of this call
         if holder is None or holder.kind != "tenant":
             raise UnauthenticatedError("no valid credential")
         caller = self._caller(holder, node)
@@ -159,10 +170,21 @@ class Resolver:
             return Resolved(caller, Refusal.ROLE)
         if not reference.adapter:
             return Resolved(caller, Resolution())
-        outcome = await self._look_up(holder.tenant, reference, base_digest=base_digest)
+        outcome = await self._meaning(holder.tenant, reference, base_digest=base_digest)
         if node and isinstance(outcome, Resolution):
             outcome = self._with_tickets(outcome, holder.tenant, node)
         return Resolved(caller, outcome)
+
+    async def _meaning(self, tenant: str, reference: Reference, *, base_digest: str) -> Resolution | Refusal:
+        """What is remembered as of the last look at changes, else what the catalogue says."""
+        question = _Question(tenant, reference, base_digest)
+        outcome = self._memory.get(question)
+        if outcome is None:
+            epoch = self._memory.epoch
+            outcome = await self._look_up(tenant, reference, base_digest=base_digest)
+            if outcome is not Refusal.NOT_FOUND:
+                self._memory.put(question, outcome, about=(reference.owner or tenant, reference.adapter), epoch=epoch)
+        return outcome
 
     async def _look_up(self, tenant: str, reference: Reference, *, base_digest: str) -> Resolution | Refusal:
         owner, alias = reference.owner or tenant, "" if reference.version else reference.alias or STABLE
@@ -170,7 +192,7 @@ class Resolver:
         parameters = {"owner": owner, "adapter": reference.adapter, "wanted": reference.version or alias}
         if not reference.version:
             parameters["base"] = base_digest
-        async with self._database.transaction(Scope.of_caller(tenant)) as connection:
+        async with self._places, self._database.transaction(Scope.of_caller(tenant)) as connection:
             rows = (await connection.execute(query, parameters)).all()
         if not rows:
             return Refusal.NOT_FOUND

@@ -37,6 +37,7 @@ from controlplane.placer import Placer
 from controlplane.probes import Probes
 from controlplane.publish import Check, Publisher, PublishMetrics
 from controlplane.quotas import QuotaLeases
+from controlplane.remembered import Freshness
 from controlplane.resolve import Resolver
 from controlplane.rules import RULES
 from controlplane.settings import Settings
@@ -83,7 +84,8 @@ class ControlPlane:
         self._redis = None if url is None else connect(url.get_secret_value())
         self.placer = None if self._redis is None else Placer(self.database, self._redis, settings, registry=registry)
         locator = Locator(self.database, None if self._redis is None else Homes(self._redis))
-        identities = Identities(self.database, vault)
+        self._freshness = Freshness(self.database)
+        identities = Identities(self.database, vault, self._freshness)
         self.blobs = Blobs(settings.store_url)
         self.collector = Collector(self.database, self.blobs, settings, registry=registry)
         check = check or self._jail
@@ -93,7 +95,7 @@ class ControlPlane:
         ledger = UsageLedger(self.database, vault)
         node_servicer = NodeServicer(
             nodes=Nodes(self.database, vault, settings),
-            resolver=Resolver(self.database, identities, vault),
+            resolver=Resolver(self.database, identities, vault, self._freshness),
             identities=identities,
             feed=ChangeFeed(self.database),
             grants=BlobGrants(self.database, vault, self.blobs, lifetime_s=settings.grant_lifetime_s),
@@ -174,6 +176,7 @@ class ControlPlane:
         if self._redis is not None:
             with contextlib.suppress(RedisError, OSError):
                 await self._redis.aclose()
+        await self._freshness.close()
         await self.database.close()
 
 

@@ -35,10 +35,10 @@ async def test_reads_of_a_large_catalogue_scan_no_table(loaded: Settings) -> Non
 
     for engine in (database.app, database.auth):
         event.listen(engine.sync_engine, "before_cursor_execute", explain)
-    operations = Reader(database, Vault(bytes(32)), 100_000).operations()
-    for operation in operations.values():
+    reader = Reader(database, Vault(bytes(32)), 100_000)
+    for operation in reader.operations().values():
         await operation(7)
-    await database.close()
+    await reader.close()
 
     assert len(plans) >= 5
     scans = [line for plan in plans.values() for line in plan.splitlines() if "Seq Scan" in line]
@@ -49,11 +49,12 @@ async def test_a_small_catalogue_is_read_by_the_same_calls(fresh_database: TestD
     vault = Vault(bytes(32))
     await asyncio.to_thread(load, fresh_database.owner_url.replace("+psycopg", ""), vault, versions=1000)
     database = Database(settings_for(fresh_database, tmp_path / "none", tmp_path))
-    operations = Reader(database, vault, 1000).operations()
+    reader = Reader(database, vault, 1000)
+    operations = reader.operations()
     adapters, token = await operations["list_last"](0)  # type: ignore[misc]
     assert ([one.name for one in adapters], token) == ([f"a{number:07d}" for number in range(91, 101)], "")
     versions, token = await operations["versions_last"](0)  # type: ignore[misc]
     assert ([one.number for one in versions], token) == (list(range(9, 0, -1)), "")
     resolved: Any = await operations["resolve"](3)
     assert [arm.number for arm in resolved.outcome.arms] == [1]
-    await database.close()
+    await reader.close()

@@ -1,0 +1,185 @@
+"""What was read from the catalogue and still holds: forgotten when the change feed tells of a change, and asked before each use.
+
+An answer from memory is as fresh as one from the database. Before it is given, the feed is read by a query that begins after the
+question came (one query for all questions that wait, `Coalesced`), and what that tells of is forgotten. Nothing is answered from
+memory while the database cannot be reached.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any, Final, Generic, TypeVar
+
+import psycopg
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from controlplane.changes import ChangeKind
+from controlplane.coalesced import Coalesced
+from controlplane.db import Database, translated
+from veneer.errors import UnavailableError
+
+_K = TypeVar("_K", bound=Hashable)
+_V = TypeVar("_V")
+
+Subject = tuple[str, str]
+"""Tenant and adapter that an entry depends on; the adapter is empty for what is about the tenant alone."""
+
+_MAX_ENTRIES: Final = 100_000
+_OF_ADAPTERS: Final = (ChangeKind.VERSION, ChangeKind.ALIAS, ChangeKind.GRANT)
+_MAX_CONNECTION_S: Final = 60.0
+# What this snapshot shows and the one before did not has a number from the older one's xmin on.
+_NOW = text("SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint")
+_LOOK = """
+    SELECT pg_snapshot_xmin(now.snapshot)::text::bigint AS xmin, c.xid::text::bigint AS xid, c.id, c.kind, c.tenant, c.adapter
+    FROM (SELECT pg_current_snapshot() AS snapshot) now
+    LEFT JOIN changes c ON c.xid >= CAST(CAST(%s AS text) AS xid8)
+"""
+
+
+class Memory(Generic[_K, _V]):
+    """Entries by key, each about one subject; the least recently used go first. Owned by one event loop."""
+
+    def __init__(self, *, max_entries: int = _MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
+        self._entries: OrderedDict[_K, tuple[_V, Subject]] = OrderedDict()
+        self._about: dict[Subject, set[_K]] = {}
+        self.epoch = 0
+        """Moves on with everything that is forgotten: what was read before is then kept by nobody."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: _K) -> _V | None:
+        """The entry, or None."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._entries.move_to_end(key)
+        return entry[0]
+
+    def put(self, key: _K, value: _V, *, about: Subject, epoch: int) -> None:
+        """Keeps what was read since the epoch was this; it is not kept when something was forgotten meanwhile."""
+        if epoch != self.epoch:
+            return
+        self.drop(key)
+        self._entries[key] = value, about
+        self._about.setdefault(about, set()).add(key)
+        if len(self._entries) > self._max_entries:
+            self.drop(next(iter(self._entries)))
+
+    def drop(self, key: _K) -> None:
+        """Takes one entry out."""
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            keys = self._about[entry[1]]
+            keys.discard(key)
+            if not keys:
+                del self._about[entry[1]]
+
+    def forget(self, about: Subject) -> None:
+        """Takes out what is about a subject."""
+        self.epoch += 1
+        for key in tuple(self._about.get(about, ())):
+            self.drop(key)
+
+    def clear(self) -> None:
+        """Takes everything out."""
+        self.epoch += 1
+        self._entries.clear()
+        self._about.clear()
+
+
+class Freshness:
+    """Has memories forget what changed before they are used. Owned by one event loop; closed at its end.
+
+    Attributes:
+        tenants: What is about a tenant and its keys, by subjects without an adapter.
+        adapters: What is about an adapter.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self.tenants = Memory[Any, Any]()
+        self.adapters = Memory[Any, Any]()
+        self._engine = database.relay
+        self._looks = Coalesced[None, None](self._look)
+        self._connection: AsyncConnection | None = None
+        self._driver: Any = None  # under the connection: the library above it takes three times as long as the query
+        self._opened_s = 0.0
+        self._since = 0
+        self._seen: frozenset[tuple[int, int]] = frozenset()
+
+    async def check(self) -> None:
+        """Returns when all that was committed before this call is forgotten.
+
+        Raises:
+            UnavailableError: The database is away; everything is forgotten.
+        """
+        await self._looks.get(None)
+
+    async def close(self) -> None:
+        """Gives the connection back."""
+        if self._connection is not None:
+            connection, self._connection, self._driver = self._connection, None, None
+            await connection.close()
+
+    async def _look(self, _: None) -> None:
+        is_held = self._connection is not None
+        try:
+            rows = await self._read()
+        except psycopg.Error as error:
+            await self._give_up()
+            if not is_held:
+                raise UnavailableError("the database is away", retry_after_s=1.0) from error
+            await self._look(None)  # the connection may have been older than the database's last start
+            return
+        except BaseException:
+            await self._give_up()
+            raise
+        changes = [row for row in rows if row[2] is not None]
+        for _xmin, xid, number, kind, tenant, adapter in changes:
+            if (xid, number) not in self._seen:
+                self._forget(kind, tenant, adapter)
+        self._since = rows[0][0]
+        self._seen = frozenset((row[1], row[2]) for row in changes if row[1] >= self._since)
+
+    async def _read(self) -> list[Any]:
+        if self._connection is not None and time.monotonic() - self._opened_s > _MAX_CONNECTION_S:
+            await self.close()  # the database may have moved to another server
+        if self._connection is None:
+            await self._open()
+        assert self._driver is not None
+        cursor = await self._driver.execute(_LOOK, [str(self._since)], prepare=True)
+        rows: list[Any] = await cursor.fetchall()
+        return rows
+
+    async def _open(self) -> None:
+        with translated():
+            connection = await self._engine.connect()
+            self._connection = await connection.execution_options(isolation_level="AUTOCOMMIT")
+            self.forget_all()  # what was read before this may be of another server
+            self._since, self._seen = (await self._connection.execute(_NOW)).scalar_one(), frozenset()
+            self._driver = (await self._connection.get_raw_connection()).driver_connection
+        self._opened_s = time.monotonic()
+
+    async def _give_up(self) -> None:
+        self.forget_all()
+        broken, self._connection, self._driver = self._connection, None, None
+        if broken is not None:
+            await broken.invalidate()
+            await broken.close()
+
+    def _forget(self, kind: int, tenant: str, adapter: str) -> None:
+        if kind == ChangeKind.KEY:
+            self.tenants.forget((tenant, ""))
+        elif kind in _OF_ADAPTERS:
+            self.adapters.forget((tenant, adapter))
+        else:
+            self.forget_all()
+
+    def forget_all(self) -> None:
+        """Forgets everything."""
+        self.tenants.clear()
+        self.adapters.clear()

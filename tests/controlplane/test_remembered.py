@@ -1,0 +1,134 @@
+"""What is remembered of the catalogue, and when it is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from controlplane.coalesced import Coalesced
+from controlplane.remembered import Memory
+from tests.fixtures.controlplane import BASE_DIGEST, Client, World
+from veneer.controlplane.v1 import catalog_pb2, nodes_pb2, tenants_pb2
+from veneer.errors import UnavailableError
+from veneer.local.postgres import Postgres
+
+
+async def test_who_comes_before_a_lookup_shares_it_and_who_comes_during_it_has_the_next() -> None:
+    begun: list[int] = []
+    go = asyncio.Event()
+
+    async def look_up(key: str) -> int:
+        begun.append(len(begun))
+        number = begun[-1]
+        await go.wait()
+        return number
+
+    lookups = Coalesced[str, int](look_up)
+    first = [asyncio.create_task(lookups.get("a")) for _ in range(3)]
+    while not begun:  # noqa: ASYNC110  the lookup says nothing when it begins
+        await asyncio.sleep(0)
+    later = [asyncio.create_task(lookups.get("a")) for _ in range(3)]
+    await asyncio.sleep(0)
+    go.set()
+    assert await asyncio.gather(*first) == [0, 0, 0]
+    assert await asyncio.gather(*later) == [1, 1, 1]
+    assert await lookups.get("a") == 2
+
+
+async def test_one_that_goes_away_takes_nobody_along_and_an_error_is_everybodys() -> None:
+    go = asyncio.Event()
+
+    async def look_up(key: str) -> int:
+        await go.wait()
+        raise UnavailableError("away")
+
+    lookups = Coalesced[str, int](look_up)
+    tasks = [asyncio.create_task(lookups.get("a")) for _ in range(3)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    go.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert [type(result) for result in results[1:]] == [UnavailableError] * 2
+    with pytest.raises(UnavailableError):
+        await lookups.get("a")
+
+
+def test_a_memory_forgets_by_subject_and_drops_what_is_used_least_lately() -> None:
+    memory = Memory[str, int](max_entries=2)
+    memory.put("a", 1, about=("t", "x"), epoch=memory.epoch)
+    memory.put("b", 2, about=("t", "y"), epoch=memory.epoch)
+    assert memory.get("a") == 1
+    memory.put("c", 3, about=("t", "x"), epoch=memory.epoch)
+    assert [memory.get(key) for key in "abc"] == [1, None, 3]
+    memory.forget(("t", "x"))
+    assert len(memory) == 0
+
+
+def test_what_was_read_before_something_was_forgotten_is_not_kept() -> None:
+    memory = Memory[str, int]()
+    epoch = memory.epoch
+    memory.forget(("t", "other"))
+    memory.put("a", 1, about=("t", "x"), epoch=epoch)
+    assert memory.get("a") is None
+
+
+async def _resolve(node: Client, key: Client, adapter: str = "style", **more: str) -> nodes_pb2.ResolveResponse:
+    target = nodes_pb2.AdapterTarget(adapter=adapter, **more)
+    return await node.nodes.Resolve(nodes_pb2.ResolveRequest(key_digest=key.digest, target=target, base_digest=BASE_DIGEST))
+
+
+async def test_every_change_is_seen_by_the_very_next_resolve(world: World) -> None:
+    await world.base()
+    owner, friend = await world.tenant("acme"), await world.tenant("friend")
+    node = await world.node()
+    digests = [(await world.publish(owner, "style", seed=seed)).version.digest for seed in (1, 2)]
+    for turn in range(6):
+        arms = [catalog_pb2.Arm(version=digests[turn % 2], weight=1)]
+        moved = await owner.catalog.SetAlias(catalog_pb2.SetAliasRequest(adapter="style", arms=arms))
+        for _ in range(2):
+            answer = await _resolve(node, owner)
+            assert [arm.digest for arm in answer.resolution.arms] == [digests[turn % 2]]
+            assert answer.resolution.generation == moved.alias.generation
+    for _ in range(3):
+        assert (await _resolve(node, friend, owner="acme")).refusal == nodes_pb2.REFUSAL_REASON_NOT_FOUND
+        await owner.tenants.CreateGrant(tenants_pb2.CreateGrantRequest(adapter="style", grantee="friend"))
+        assert (await _resolve(node, friend, owner="acme")).resolution.arms[0].digest == digests[1]
+        await owner.tenants.RevokeGrant(tenants_pb2.RevokeGrantRequest(adapter="style", grantee="friend"))
+    assert (await _resolve(node, owner, version=digests[0])).resolution.arms
+    await owner.catalog.RetireVersion(catalog_pb2.RetireVersionRequest(adapter="style", version=digests[0]))
+    assert (await _resolve(node, owner, version=digests[0])).refusal == nodes_pb2.REFUSAL_REASON_RETIRED
+
+
+async def test_revoked_keys_and_changed_tenants_are_seen_by_the_very_next_resolve(world: World) -> None:
+    await world.base()
+    owner, node = await world.tenant("acme"), await world.node()
+    await world.publish(owner, "style", seed=1)
+    for _ in range(3):
+        key = await world.key("acme", tenants_pb2.ROLE_CALLER)
+        assert (await _resolve(node, key)).resolution.arms
+        assert (await _resolve(node, key)).resolution.arms
+        keys = (await owner.tenants.ListKeys(tenants_pb2.ListKeysRequest(tenant="acme"))).keys
+        mine = max(keys, key=lambda one: one.create_time.ToNanoseconds())
+        await owner.tenants.RevokeKey(tenants_pb2.RevokeKeyRequest(tenant="acme", id=mine.id))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await _resolve(node, key)
+        assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_restart_of_the_database_is_not_noticed_by_who_asks_after_it(world: World, postgres: Postgres) -> None:
+    await world.base()
+    owner, node = await world.tenant("acme"), await world.node()
+    await world.publish(owner, "style", seed=1)
+    assert (await _resolve(node, owner)).resolution.arms
+    await asyncio.to_thread(postgres.stop)
+    try:
+        with pytest.raises(grpc.aio.AioRpcError) as away:
+            await _resolve(node, owner)
+        assert away.value.code() == grpc.StatusCode.UNAVAILABLE  # nothing is answered from memory alone
+    finally:
+        await asyncio.to_thread(postgres.start)
+    for _ in range(2):
+        assert (await _resolve(node, owner)).resolution.arms
