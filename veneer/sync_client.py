@@ -153,6 +153,7 @@ class SyncClient(_Blocking[Client]):
     set_fallback = _blocking(Client.set_fallback)
     start_canary = _blocking(Client.start_canary)
     stop_canary = _blocking(Client.stop_canary)
+    usage = _blocking(Client.usage)
     versions = _blocking(Client.versions)
 
 
@@ -186,6 +187,7 @@ class SyncOperatorClient(_Blocking[OperatorClient]):
     tenants = _blocking(OperatorClient.tenants)
     unload = _blocking(OperatorClient.unload)
     unpin_version = _blocking(OperatorClient.unpin_version)
+    usage = _blocking(OperatorClient.usage)
     watch_residency = _streaming(OperatorClient.watch_residency)
 
 

@@ -135,7 +135,9 @@ async def test_wherever_a_publish_is_cut_off_it_is_done_once_and_leaves_nothing(
 ) -> None:
     whole = Fate(at=0)
     await publish(world, whole, seed=0, order=dataclasses.replace(NEVER, request_id="whole"))
-    assert whole.num_steps == 3 * 2 + 2 * 3 + 2  # transactions: base, answer, upload, commit; two files, three places each
+    assert (
+        whole.num_steps == 4 * 2 + 2 * 3 + 2
+    )  # transactions: quotas, base, answer, upload, commit; two files, three places each
 
     for point in range(1, whole.num_steps + 1):
         order = dataclasses.replace(NEVER, request_id=f"cut-{point}")
