@@ -196,7 +196,8 @@ class Loads:
     def let_go(self, version: str, *, is_expected: bool) -> None:
         """Hears that no request waits for a version any more.
 
-        The load is cancelled, unless the engine waits for it, or recent traffic says that the version will be asked for again.
+        The load is cancelled, unless the engine waits for it, or recent traffic says that the version will be asked for again and
+        there are fewer loads ahead than there may be.
 
         Args:
             version: The version.
@@ -205,7 +206,7 @@ class Loads:
         load = self._loads.get(version)
         if load is None or load.wanted or not load.urgent.is_set():
             return
-        if is_expected or load.popular:
+        if (is_expected or load.popular) and not self.is_full_ahead:
             load.urgent.clear()
             load.ticket.urgency = Urgency.EXPECTED
             self._begin_next()

@@ -258,6 +258,7 @@ class Prefetcher:
 
     def failed(self, load: Load, error: VeneerError) -> None:
         """See `LoadEvents`."""
+        self._cache.cancel(load.version)
         if load.source:
             is_full = isinstance(error, HostCacheFullError)
             self._metrics.prefetched(load.source, "no_room" if is_full else "failed")
@@ -267,7 +268,10 @@ class Prefetcher:
 
     def broken_off(self, load: Load) -> None:
         """See `LoadEvents`."""
-        if load.doubted and self._loads.get(load.version) is None:  # the next load would be doubted itself
+        if self._loads.get(load.version) is not None:
+            return
+        self._cache.cancel(load.version)
+        if load.doubted:  # the next load would be doubted itself
             self.recheck(load.version)
 
     async def run(self) -> None:
@@ -358,12 +362,12 @@ class Prefetcher:
             del self._running[version]
 
     def _take_back(self, version: str, claim: Claim, *, is_expected: bool) -> None:
-        self._cache.let_go(version)
         claims = self._claims[version]
         claims.remove(claim)
         if not claims:
             del self._claims[version]
             self._loads.let_go(version, is_expected=is_expected)
+        self._cache.let_go(version, is_coming=self._loads.get(version) is not None)
 
     def _fail(self, version: str, error: VeneerError) -> None:
         self._metrics.load_failed(error.status)

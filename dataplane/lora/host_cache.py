@@ -77,8 +77,9 @@ class HostCache:
 
     A file is known from `add` on, or from the start when it lay there already, and every file counts in full. `reserve` makes
     room before a file is written, so that the folder never exceeds the budget, nor the files of a tenant its limit: those make
-    room for one another first. A file belongs to the tenant that held it first, and to nobody as long as none did. One that comes
-    ahead of requests takes free room alone, and as long as none held it, it makes room before all others.
+    room for one another first. A file belongs to the tenant that held it first, also when that one does not wait for it any more,
+    and to nobody as long as none did. One that comes ahead of requests takes nobody's room but its tenant's, and as long as none
+    held it, it makes room before all others; so does one that whoever holds it may not have within its limit.
 
     It knows sizes and paths only; what is inside is checked by `dataplane.lora.image.open_image` each time it is opened. A mapped
     file stays readable after it was deleted here. A file is named after version and dtype: images of another dtype are of no use
@@ -105,6 +106,7 @@ class HostCache:
         self._reserved: dict[str, int] = {}
         self._in_use: dict[str, int] = {}
         self._ahead: dict[str, None] = {}
+        self._coming: set[str] = set()
         self._payers: dict[str, Payer] = {}
         self._booked: Counter[str] = Counter()
         self._hits = self._misses = self._evictions = 0
@@ -150,7 +152,7 @@ class HostCache:
         Args:
             version: The version.
             size_bytes: Size of its file at most.
-            ahead: Whether nobody waits for it: nothing is deleted for it.
+            ahead: Whether nobody waits for it: nothing is deleted for it, unless of its own tenant's for the tenant's limit.
 
         Returns:
             The versions whose files were deleted.
@@ -164,9 +166,10 @@ class HostCache:
         with self._lock:
             self._unreserve(version)
             mine = self._make_room_of_tenant(version, size_bytes)
-            if ahead and (mine or self._used() + size_bytes > self._max_bytes):
+            others_bytes = size_bytes - sum(self._files[one] for one in mine)
+            if ahead and self._used() + others_bytes > self._max_bytes:
                 raise HostCacheFullError("there is no free room for an image that nobody waits for", retry_after_s=1.0)
-            others = self._make_room(size_bytes - sum(self._files[one] for one in mine), besides=mine)
+            others = self._make_room(others_bytes, besides=mine)
             if others is None:
                 raise HostCacheFullError(f"no room for an image of {size_bytes} bytes in {self._max_bytes}", retry_after_s=1.0)
             self._drop(mine)
@@ -203,9 +206,10 @@ class HostCache:
         return tuple(evicted)
 
     def cancel(self, version: str) -> None:
-        """Ends a reservation whose file was not written."""
+        """Notes that a file was not written and does not come; ends its reservation, if there was one."""
         with self._lock:
             self._unreserve(version)
+            self._coming.discard(version)
             self._forget_traces(version)
 
     def hold(self, version: str, payer: Payer | None = None) -> None:
@@ -213,7 +217,8 @@ class HostCache:
 
         Args:
             version: The version.
-            payer: Who uses it. A file that belongs to nobody becomes its, unless that would exceed its limit.
+            payer: Who uses it. A file that belongs to nobody becomes its, unless that would exceed its limit; then it goes first
+                when it is let go.
         """
         with self._lock:
             self._victims.note(version)
@@ -221,10 +226,13 @@ class HostCache:
             self._ahead.pop(version, None)
             if payer is not None:
                 self._charge(version, payer)
+                if version in self._files and version not in self._payers:
+                    self._ahead[version] = None
 
-    def let_go(self, version: str) -> None:
-        """Takes back one `hold`."""
+    def let_go(self, version: str, *, is_coming: bool = False) -> None:
+        """Takes back one `hold`. For a file that is still coming whoever held it pays, until `cancel` if it does not come."""
         with self._lock:
+            (self._coming.add if is_coming else self._coming.discard)(version)
             count = self._in_use.pop(version) - 1
             if count:
                 self._in_use[version] = count
@@ -324,6 +332,7 @@ class HostCache:
     def _keep(self, version: str, size_bytes: int) -> None:
         payer, is_ahead = self._payers.get(version), version in self._ahead
         self._forget(version)
+        self._coming.discard(version)
         if payer is not None:
             self._payers[version] = payer
         if is_ahead:
@@ -339,6 +348,8 @@ class HostCache:
         self._num_bytes -= size_bytes
         self._book(version, -size_bytes)
         self._victims.discard(version)
+        if version not in self._reserved:
+            self._ahead.pop(version, None)
         self._forget_traces(version)
 
     def _unreserve(self, version: str) -> None:
@@ -366,7 +377,7 @@ class HostCache:
 
     def _forget_traces(self, version: str) -> None:
         """Forgets whose a version was, and that it came ahead, when it is neither here, nor on its way, nor used."""
-        if version not in self._files and version not in self._reserved and version not in self._in_use:
+        if not any(version in those for those in (self._files, self._reserved, self._in_use, self._coming)):
             self._payers.pop(version, None)
             self._ahead.pop(version, None)
 

@@ -40,6 +40,7 @@ class Store:
         self.running: Counter[str] = Counter()
         self.num_begun: Counter[str] = Counter()
         self.max_running = 0
+        self.evicted: list[str] = []
 
     async def fetch(self, version: str, *, pace: Pace, is_ahead: Callable[[], bool]) -> Path:
         self.num_begun[version] += 1
@@ -49,6 +50,7 @@ class Store:
         try:
             if version in self.behave:
                 await self.behave[version](pace)
+            self.evicted += self._cache.reserve(version, size_bytes=100, ahead=is_ahead())
             path = self._cache.path(version)
             path.write_bytes(b"i" * 100)
             self._cache.add(version, size_bytes=100)
@@ -159,6 +161,31 @@ async def test_it_goes_on_for_those_who_will_ask_and_for_the_engine(tmp_path: Pa
         come.set()
         await until(lambda: VERSION in rig.cache)
         await until(lambda: rig.prefetcher.num_loads == 0)
+
+
+async def test_loads_that_requests_left_are_no_more_than_there_may_be_ahead(tmp_path: Path) -> None:
+    async with rigged(tmp_path, max_ahead=4) as rig:
+        for number in range(20):
+            rig.store.behave[version(number)] = hang
+            rig.prefetcher.ensure(version(number), "flood").release(is_expected=True)
+        assert rig.prefetcher.num_loads == 4
+
+
+async def test_a_tenants_limit_holds_for_loads_that_its_requests_left(tmp_path: Path) -> None:
+    """As a request does that falls back at once, and comes again when its version is there."""
+    async with rigged(tmp_path) as rig:
+        for number in range(5):
+            rig.prefetcher.ensure(version(number), "small", max_bytes=250).release(is_expected=True)
+            await until(lambda: rig.prefetcher.num_loads == 0)
+            claim = rig.prefetcher.ensure(version(number), "small", max_bytes=250)
+            await claim.loaded
+            claim.release()
+        assert rig.cache.num_bytes == 200
+        rig.store.behave[OTHER] = fail
+        rig.prefetcher.ensure(OTHER, "small", max_bytes=250).release(is_expected=True)
+        await until(lambda: rig.prefetcher.num_loads == 0)
+        assert not rig.cache._coming
+        assert OTHER not in rig.cache._payers
 
 
 async def test_what_was_asked_for_long_ago_is_not_expected(tmp_path: Path) -> None:
@@ -401,4 +428,5 @@ async def races(folder: Path, steps: list[tuple[str, int]]) -> None:
             claim.release()
         await until(lambda: rig.prefetcher.num_loads == 0)
         assert not rig.prefetcher._claims
+        assert not rig.cache._coming
         assert rig.cache._in_use == {}
