@@ -60,6 +60,18 @@ class _Histogram(Collector):
         return (family,)
 
 
+class _Totals:
+    """Feeds counters from an engine's own counts, which begin at 0 with every engine; a counter never goes back."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Counter, int] = {}
+
+    def show(self, counter: Counter, count: int) -> None:
+        seen = self._seen.get(counter, 0)
+        counter.inc(count - seen if count >= seen else count)
+        self._seen[counter] = count
+
+
 class Metrics:
     """All metrics of the data plane. Owned by the event loop; the page is rendered on another thread.
 
@@ -111,7 +123,7 @@ class Metrics:
             "queries": counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", labels),
             "hits": counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", labels),
         }
-        self._prefix_seen = dict.fromkeys(self._prefix, 0)
+        self._totals = _Totals()
         self._base_name = base_name
         self._lora_info = Gauge(
             "vllm:lora_requests_info",
@@ -162,18 +174,8 @@ class Metrics:
             "veneer_adapter_prefetch", "Loads ahead of requests, by what came of them.", ["source", "outcome"]
         )
         self._prefetched_bytes = counter("veneer_adapter_prefetch_bytes", "Bytes that came ahead of requests.", [])
-        self._hits = Gauge(
-            "veneer_adapter_hits",
-            "Requests by where they found their version, since the engine's start.",
-            ("level",),
-            registry=registry,
-        )
-        self._misses = Gauge(
-            "veneer_adapter_misses",
-            "Requests by where they looked for their version in vain, since the engine's start.",
-            ("level",),
-            registry=registry,
-        )
+        self._hits = counter("veneer_adapter_hits", "Requests by where they found their version.", ["level"])
+        self._misses = counter("veneer_adapter_misses", "Requests by where they looked for their version in vain.", ["level"])
         self._resident = Gauge("veneer_adapter_resident", "Adapters by their highest level.", ("level",), registry=registry)
         self._resident_bytes = Gauge(
             "veneer_adapter_resident_bytes", "Bytes of adapters, and of KV pages kept for reuse.", ("level",), registry=registry
@@ -314,18 +316,16 @@ class Metrics:
         self._kv_usage.set(state.kv_pages_used / max(state.kv_pages_total, 1))
         self._cache_config.labels(page_size, state.kv_pages_total).set(1)
         for kind, count in (("queries", state.prefix_queries), ("hits", state.prefix_hits)):
-            seen = self._prefix_seen[kind]
-            self._prefix[kind].labels(self._base_name).inc(count - seen if count >= seen else count)
-            self._prefix_seen[kind] = count
+            self._totals.show(self._prefix[kind].labels(self._base_name), count)
         on_device = [holding for holding in state.holdings if holding.place == "device"]
         waiting = [holding.version for holding in state.holdings if holding.place == "loading"]
         self._lora_info.clear()
         names = ",".join(holding.version for holding in on_device[: self._max_versions])
         self._lora_info.labels(max_slots, names, ",".join(waiting[: self._max_versions])).set(time.time())
         for level, count in (("device", state.device_hits), ("host", state.host_hits), ("store", state.store_loads)):
-            self._hits.labels(level).set(count)
-        self._misses.labels("device").set(state.host_hits + state.store_loads)
-        self._misses.labels("host").set(state.store_loads)
+            self._totals.show(self._hits.labels(level), count)
+        self._totals.show(self._misses.labels("device"), state.host_hits + state.store_loads)
+        self._totals.show(self._misses.labels("host"), state.store_loads)
         self._resident_bytes.labels("device").set(state.arena_bytes_used)
         self._resident_bytes.labels("host").set(state.host_bytes)
         self._resident_bytes.labels("kv").set(state.kv_pages_kept * state.kv_page_bytes)

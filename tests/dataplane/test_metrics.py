@@ -56,7 +56,7 @@ def test_the_engines_figures_have_the_names_that_routers_read(metrics: Metrics, 
         'vllm:num_requests_waiting{model_name="tiny"} 2.0',
         'vllm:kv_cache_usage_perc{model_name="tiny"} 0.25',
         'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0',
-        'veneer_adapter_hits{level="store"} 3.0',
+        'veneer_adapter_hits_total{level="store"} 3.0',
         "veneer_adapter_resident_rank_rows 8.0",
         "veneer_adapter_loss_max 0.04",
     ):
@@ -150,11 +150,13 @@ def test_prefix_counters_grow_over_a_restart_of_the_engine() -> None:
 def test_a_request_that_finds_its_version_in_one_place_missed_it_in_all_before() -> None:
     registry = CollectorRegistry()
     metrics = Metrics(registry, base_name="smol")
-    metrics.show_engine(replace(STATE, device_hits=7, host_hits=3, store_loads=2), page_size=16, max_slots=40)
+    for device, host, store in ((7, 3, 2), (8, 3, 2), (1, 0, 1)):  # the last by an engine that was started anew
+        state = replace(STATE, device_hits=device, host_hits=host, store_loads=store)
+        metrics.show_engine(state, page_size=16, max_slots=40)
     for name, level, count in (
-        ("hits", "device", 7), ("hits", "host", 3), ("hits", "store", 2), ("misses", "device", 5), ("misses", "host", 2)
+        ("hits", "device", 9), ("hits", "host", 3), ("hits", "store", 3), ("misses", "device", 6), ("misses", "host", 3)
     ):  # fmt: skip
-        assert registry.get_sample_value(f"veneer_adapter_{name}", {"level": level}) == count
+        assert registry.get_sample_value(f"veneer_adapter_{name}_total", {"level": level}) == count
 
 
 def test_circuits_are_counted_by_state_and_go_back_to_none(metrics: Metrics, registry: CollectorRegistry) -> None:
