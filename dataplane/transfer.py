@@ -20,7 +20,13 @@ from typing import BinaryIO, Protocol, Self, TypeVar, cast
 from dataplane.catalog_client import Blob, Grant
 from dataplane.signed_urls import SignedReads
 from veneer.artifact import version_digest
-from veneer.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError, UnavailableError
+from veneer.errors import (
+    FailedPreconditionError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 
 _T = TypeVar("_T")
 _CONFIG = "adapter_config.json"
@@ -170,6 +176,8 @@ class Transfer:
             grant = await self._source.grant_blobs(version)
         except (NotFoundError, FailedPreconditionError) as error:
             raise WithdrawnVersionError("the version cannot be served any more") from error
+        except (UnauthenticatedError, PermissionDeniedError) as error:  # the node's own credential, not a caller's
+            raise UnavailableError("this node may not load versions any more", retry_after_s=1.0) from error
         if grant.base_digest != self._base_digest:
             raise UnloadableVersionError("the version is for another base than this node serves")
         digests = {blob.name: blob.digest for blob in grant.blobs}

@@ -20,7 +20,7 @@ from dataplane.transfer import CorruptVersionError, UnloadableVersionError
 from tests.dataplane.doubles import FolderSource, until
 from tests.fixtures.adapters import make_adapter_folder
 from veneer.artifact import BaseDescription, BaseWeights, Limits
-from veneer.errors import FailedPreconditionError, PermissionDeniedError, UnavailableError
+from veneer.errors import FailedPreconditionError, PermissionDeniedError, UnauthenticatedError, UnavailableError, VeneerError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 CUT = UnavailableError("cut")
@@ -189,6 +189,18 @@ async def test_a_store_that_brings_nothing_for_too_long_is_not_asked_again(shelf
 async def test_a_version_that_may_not_be_served_any_more_is_refused(shelf: Shelf) -> None:
     with pytest.raises(FailedPreconditionError, match="cannot be served any more"):
         await shelf.store.fetch("f" * 64)
+
+
+@pytest.mark.parametrize("error", [UnauthenticatedError("no valid credential"), PermissionDeniedError("not a node")])
+async def test_a_node_that_may_not_load_any_more_does_not_blame_the_caller(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, error: VeneerError
+) -> None:
+    async def refuse(_: str) -> None:
+        raise error
+
+    monkeypatch.setattr(shelf.source, "grant_blobs", refuse)
+    with pytest.raises(UnavailableError, match="this node may not"):
+        await shelf.store.fetch(shelf.version)
 
 
 async def test_a_version_beyond_the_nodes_own_limits_is_refused_but_not_reported(shelf: Shelf) -> None:
