@@ -19,7 +19,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
-from controlplane.aliases import check_alias_name, move
+from controlplane.aliases import check_alias_name, move, present_alias
 from controlplane.answers import RACED, Request, answered, keep, was_answered
 from controlplane.bases import Bases
 from controlplane.blobs import Blobs, upload_folder
@@ -162,6 +162,7 @@ class Publisher:
         """Waits for the version's probe, and moves the alias that waits for it.
 
         Raises:
+            AbortedError: The alias has moved since the version was published.
             FailedPreconditionError: The version did badly, or the alias cannot be moved there.
             UnavailableError: No data plane answered.
         """
@@ -172,9 +173,7 @@ class Publisher:
             raise FailedPreconditionError(
                 f"the probe failed: {faults}; version {version.digest} is published, no alias was moved"
             )
-        return await complete_publish(
-            self._database, draft.request, version, alias=published.awaits or "", if_absent=not draft.order.alias
-        )
+        return await complete_publish(self._database, draft.request, published, if_absent=not draft.order.alias)
 
     async def _check_room(self, owner: str, order: PublishOrder) -> None:
         """Refuses before the upload what the tenant's quotas do not allow; not a publish that was done already."""
@@ -237,12 +236,14 @@ class Publisher:
             await _take_over(connection, owner, folder)
             is_only = not await _has_versions(connection, owner, order.adapter)
             version = await _insert_version(connection, draft, report=report, number=number)
-            alias, alias_name = None, order.alias or (STABLE if is_only else "")
+            alias, alias_name, generation = None, order.alias or (STABLE if is_only else ""), 0
             if order.probe:
                 await ask(connection, version)
+                seen = await present_alias(connection, owner, order.adapter, alias_name) if alias_name else None
+                generation = 0 if seen is None else seen.generation
             elif alias_name:
                 alias = await move(connection, owner, order.adapter, alias_name, arms=[Arm(version.digest, 1)])
-            published = Published(version, alias, alias_name if order.probe else None)
+            published = Published(version, alias, alias_name if order.probe else None, generation)
             await keep(connection, draft.request, answer_of(published))
         return published, True
 

@@ -197,6 +197,39 @@ async def test_stable_stays_where_another_publish_put_it_unless_it_is_asked_for(
     assert await aliases(acme) == [("stable", other)]
 
 
+async def test_an_alias_that_moved_while_a_version_was_probed_stays_there(world: World, acme: Client) -> None:
+    first = (await world.publish(acme, seed=2, alias="stable")).version.digest
+    await world.publish(acme, seed=3, alias="stable")
+    world.shorten_probes(probe_take_s=0.2)
+    assert (await refused(publish(world, acme, alias="stable")))[0] == grpc.StatusCode.UNAVAILABLE
+    world.shorten_probes(probe_take_s=60.0)
+    back = catalog_pb2.RollbackRequest(adapter="style", alias="stable")
+    assert (await acme.catalog.Rollback(back)).alias.arms[0].version == first
+    node = await world.node()
+    publishing = publish(world, acme, alias="stable")
+    version = await asked(acme, number=3)
+    await do(node, version)
+    code, message = await refused(publishing)
+    assert (code, "moved while the version was probed" in message) == (grpc.StatusCode.ABORTED, True)
+    assert await aliases(acme) == [("stable", first)]
+    assert (await refused(publish(world, acme, alias="stable")))[0] == grpc.StatusCode.ABORTED
+    assert await aliases(acme) == [("stable", first)]
+
+
+async def test_of_two_publishes_with_probes_the_second_does_not_take_the_alias_of_the_first(world: World, acme: Client) -> None:
+    await world.publish(acme, seed=2, alias="stable")
+    node = await world.node()
+    publishing = publish(world, acme, alias="stable")
+    version = await asked(acme, number=2)
+    other = publish(world, acme, alias="stable", seed=3, request_id="other")
+    later = await asked(acme, number=3)
+    await do(node, later)
+    assert (await other).alias.arms[0].version == later
+    await do(node, version)
+    assert (await refused(publishing))[0] == grpc.StatusCode.ABORTED
+    assert await aliases(acme) == [("stable", later)]
+
+
 async def test_a_version_retired_while_it_is_probed_moves_nothing(world: World, acme: Client) -> None:
     node = await world.node()
     publishing = publish(world, acme)
