@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Literal, TypedDict
 
@@ -232,15 +232,23 @@ class Quotas:
             raise _refusal(book, lacking, needs[lacking])
 
     async def run(self) -> None:
-        """Asks for shares until cancelled: at once where a request waits, else in time before they end."""
+        """Asks for shares until cancelled: at once where a request waits, and for all in time before they end.
+
+        When all are due does not hang on who asks meanwhile: a tenant that asks all the time must not keep others' leases from
+        being renewed, which would end and be given to other replicas while this one goes on by them.
+        """
+        now_s = asyncio.get_running_loop().time
+        renewed_s = now_s()
         while True:
-            try:
-                async with asyncio.timeout(self._interval_s if self._books else None):
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(renewed_s + self._interval_s if self._books else None):
                     await self._poked.wait()
+            if now_s() < renewed_s + self._interval_s:
                 await self._renew([tenant for tenant, book in self._books.items() if book.answer is not None])
-            except TimeoutError:
-                self._books = {tenant: book for tenant, book in self._books.items() if not book.is_idle()}
-                await self._renew(list(self._books))
+                continue
+            renewed_s = now_s()
+            self._books = {tenant: book for tenant, book in self._books.items() if not book.is_idle()}
+            await self._renew(list(self._books))
 
     def _is_stale(self, book: _Book) -> bool:
         return book.share is None or self._clock() - book.leased_s > self._hard_age_s
