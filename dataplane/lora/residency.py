@@ -98,8 +98,7 @@ class Residency:
         """
         with self._lock:
             if drop_device:
-                self._pins.pop(version, None)
-                self._wants.end_pin(version)
+                self._end_pin(version)
             entry = self._entries.get(version)
             if entry is None:
                 return None
@@ -184,8 +183,7 @@ class Residency:
     def unpin(self, version: str) -> None:
         """Lets a version's copy make room again; where no request waits for it, it is not loaded. Unknown ones are ignored."""
         with self._lock:
-            self._pins.pop(version, None)
-            self._wants.end_pin(version)
+            self._end_pin(version)
             if entry := self._entries.get(version):
                 self._charges.touch(entry)
 
@@ -381,6 +379,10 @@ class Residency:
         self._freed += self._copies.evict(gone)
         self._charges.rebook(entry, tenant)
         return True
+
+    def _end_pin(self, version: str) -> None:
+        if self._pins.pop(version, None) is not None:
+            self._wants.end_pin(version)
 
     def _limit_of(self, max_bytes: int) -> int | None:
         return max_bytes // self._unit_bytes if max_bytes else None

@@ -15,12 +15,17 @@ class Want:
     Attributes:
         tenant: Who pays: who asked first, or after it the first that is not kept from it by its limit.
         passed_over: Loads that went first although this one was asked for before them.
-        is_requested: Whether a request waits; else the version is pinned.
+        asked_by: Whose request waits, of several the first, with its weight and limit; None: the version is pinned.
     """
 
     tenant: str
     passed_over: int = 0
-    is_requested: bool = False
+    asked_by: tuple[str, int, int | None] | None = None
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a request waits."""
+        return self.asked_by is not None
 
 
 class Wants:
@@ -53,7 +58,9 @@ class Wants:
         if is_new := version not in self._wants:
             self._wants[version] = Want(tenant)
             self._shares.claim(tenant, weight=weight, max_units=max_units)
-        self._wants[version].is_requested |= is_requested
+        want = self._wants[version]
+        if is_requested and want.asked_by is None:
+            want.asked_by = (tenant, weight, max_units)
         return is_new
 
     def hand_over(self, version: str, tenant: str, *, weight: int, max_units: int | None = None) -> None:
@@ -76,13 +83,19 @@ class Wants:
         if not is_pinned:
             self.drop(version)
         elif want := self._wants.get(version):
-            want.is_requested = False
+            want.asked_by = None
 
     def end_pin(self, version: str) -> None:
-        """Notes that no pin waits for a version any more; a request may."""
+        """Notes that no pin waits for a version any more; where a request does, its tenant pays and not the pin's owner."""
         want = self._wants.get(version)
-        if want is not None and not want.is_requested:
+        if want is None:
+            return
+        if want.asked_by is None:
             self.drop(version)
+            return
+        tenant, weight, max_units = want.asked_by
+        if tenant != want.tenant:
+            self.hand_over(version, tenant, weight=weight, max_units=max_units)
 
     def put_last(self, version: str) -> None:
         """Puts a version behind all others."""

@@ -133,6 +133,17 @@ def test_the_end_of_a_pin_is_no_end_of_a_requests_wait():
         assert residency.wanted() == ()
 
 
+def test_when_a_pin_ends_before_its_load_whoever_waits_pays_and_not_the_pins_owner():
+    residency = make(max_slots=8, num_units=8)
+    residency.pin("a", "owner")
+    assert residency.acquire("a", "x", max_bytes=4 * UNIT) is None
+    residency.unpin("a")
+    stage(residency, "a", 3)
+    residency.commit(residency.next_load())
+    assert residency._charges.booked("x") == 3
+    assert residency._charges.booked("owner") == 0
+
+
 def test_the_end_of_a_requests_wait_is_no_end_of_a_pin():
     residency = make()
     residency.pin("v", "x")
