@@ -31,7 +31,8 @@ class Step:
     Attributes:
         weight: Percent of the traffic that the version gets.
         duration_s: How long it takes at least.
-        min_requests: Requests of the version that must have ended in it before the next one.
+        min_requests: Requests of the version that must have ended in it before the next one, and as many of the stable version,
+            but of that no more than `WINDOW`.
     """
 
     weight: int
@@ -119,9 +120,10 @@ class Canary:
         return e_value([np.array(one.evidence) for one in self.progress], num_steps=len(self.steps))
 
     def is_due(self, elapsed_s: float) -> bool:
-        """Whether the present step is over, this long after it began."""
-        step = self.steps[self.step]
-        return elapsed_s >= step.duration_s and self.progress[self.step].version.total >= step.min_requests
+        """Whether the present step is over, this long after it began: there is something to weigh, and to weigh it against."""
+        step, progress = self.steps[self.step], self.progress[self.step]
+        has_requests = progress.version.total >= step.min_requests and progress.stable.total >= min(step.min_requests, WINDOW)
+        return elapsed_s >= step.duration_s and has_requests
 
     def weighed(self, *, is_due: bool) -> Canary:
         """The canary with every full window weighed; of a step that is over or due, what there is."""
@@ -140,10 +142,11 @@ class Canary:
         return replace(self, progress=tuple(progress))
 
     def next_move(self, *, is_due: bool) -> Move:
-        """What its evidence and its schedule say."""
+        """What its evidence and its schedule say. Nothing gets more traffic of which most requests failed, evidence or not."""
         if self.evidence >= 1 / FALSE_ALARM:
             return Move.ROLL_BACK
-        return Move.GO_ON if is_due else Move.WAIT
+        version = self.progress[self.step].version
+        return Move.GO_ON if is_due and 2 * version.failed <= version.total else Move.WAIT
 
     def why_rolled_back(self) -> str:
         """What the counts were, for people."""

@@ -21,7 +21,7 @@ from controlplane.vault import Vault
 from veneer.errors import UnauthenticatedError
 
 _CALLER = "caller"
-_MAX_PRIORITY = {"caller": 0, "publisher": 50, "owner": 100}
+_MAX_PRIORITY = {"caller": 0, "auditor": 0, "publisher": 50, "owner": 100}
 
 
 class Refusal(IntEnum):

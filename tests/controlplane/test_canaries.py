@@ -113,6 +113,24 @@ async def test_a_step_lasts_as_long_as_it_says(scene: Scene) -> None:
     assert (await scene.canary()).step == 0
 
 
+@pytest.mark.parametrize("stable", [0, 1])
+async def test_a_version_with_nothing_to_weigh_it_against_gets_no_more_traffic(scene: Scene, stable: int) -> None:
+    await scene.start(step(10, requests=20), step(50))
+    await scene.tell((500, 0), (stable, 0))
+    await scene.look()
+    assert (await scene.canary()).step == 0
+    await scene.tell((0, 0), (9, 1))
+    await scene.look()
+    assert (await scene.canary()).step == 1
+
+
+async def test_a_version_of_which_most_requests_failed_gets_no_more_traffic_whatever_the_others_do(scene: Scene) -> None:
+    await scene.start(step(10), step(50))
+    await scene.tell((0, 5), (0, 0))
+    await scene.look()
+    assert (await scene.canary()).step == 0
+
+
 async def test_a_bad_version_is_rolled_back_with_the_counts_as_the_reason(scene: Scene) -> None:
     await scene.start()
     await scene.tell((4, 16), (180, 2))

@@ -127,6 +127,12 @@ async def test_the_caller_is_described_by_its_key_and_tenant(world: World, scene
     assert acme.cache_salt != caller.cache_salt
 
 
+@pytest.mark.parametrize("role", [one for one in tenants_pb2.Role.values() if one])
+async def test_a_key_with_any_role_beside_the_callers_is_resolved(world: World, scene: Scene, role: int) -> None:
+    response = await scene.resolve(await world.key("acme", *{CALLER, role}))
+    assert response.WhichOneof("outcome") == "resolution"
+
+
 async def test_limits_come_with_the_caller_and_a_change_of_them_is_told_to_nodes(world: World, scene: Scene) -> None:
     assert (await scene.resolve(scene.acme, "")).caller.limits == tenants_pb2.TenantLimits()
     cursor = (await scene.node.nodes.ListChanges(nodes_pb2.ListChangesRequest())).next_cursor
