@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import psycopg
 from psycopg import errors as pg_errors
 from sqlalchemy import event, exc, text
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool
 
 from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
 from veneer.access import current_actor
@@ -71,6 +72,7 @@ class Database:
         app: Engine of `veneer_app`, under row-level security.
         auth: Engine of `veneer_auth`, which may call `identify` and nothing else.
         relay: Engine of `veneer_relay`, which reads the outbox and the change feed.
+        looks: Engine of `veneer_relay` that keeps no connection: each is made anew.
         pool_size: Connections of a role that stay open. What is asked often keeps to so many: to make a further one takes longer
             than to wait.
     """
@@ -80,6 +82,7 @@ class Database:
         self.app = _engine(settings, APP_ROLE, overflow=settings.pool_overflow)
         self.auth = _engine(settings, AUTH_ROLE, overflow=settings.pool_overflow, isolation_level="AUTOCOMMIT")
         self.relay = _engine(settings, RELAY_ROLE, overflow=4)  # jobs that one process does keep a session each
+        self.looks = _engine(settings, RELAY_ROLE, overflow=None, isolation_level="AUTOCOMMIT")
 
     @asynccontextmanager
     async def transaction(
@@ -104,9 +107,14 @@ class Database:
                 if dry_run:
                     await connection.rollback()
 
+    async def renew(self) -> None:
+        """Has what is asked from now on use new connections; those in use are closed when they come back."""
+        for engine in (self.app, self.auth):
+            await engine.dispose()
+
     async def close(self) -> None:
         """Closes all connections."""
-        for engine in (self.app, self.auth, self.relay):
+        for engine in (self.app, self.auth, self.relay, self.looks):
             await engine.dispose()
 
 
@@ -154,19 +162,28 @@ def _is_nul(error: BaseException | None) -> bool:
 
 
 def _engine(
-    settings: Settings, role: str, *, overflow: int, isolation_level: Literal["AUTOCOMMIT", "READ COMMITTED"] = "READ COMMITTED"
+    settings: Settings,
+    role: str,
+    *,
+    overflow: int | None,
+    isolation_level: Literal["AUTOCOMMIT", "READ COMMITTED"] = "READ COMMITTED",
 ) -> AsyncEngine:
     options = (
         f"-c statement_timeout={int(settings.statement_timeout_s * 1000)}"
         f" -c idle_in_transaction_session_timeout={int(settings.statement_timeout_s * 1000)}"
     )
+    pool: dict[str, Any] = {"poolclass": NullPool}
+    if overflow is not None:
+        pool = {
+            "pool_size": settings.pool_size,
+            "max_overflow": overflow,
+            "pool_timeout": settings.pool_timeout_s,
+            "pool_recycle": _POOL_RECYCLE_S,
+            "pool_pre_ping": True,
+        }
     engine = create_async_engine(
         settings.role_url(role),
-        pool_size=settings.pool_size,
-        max_overflow=overflow,
-        pool_timeout=settings.pool_timeout_s,
-        pool_recycle=_POOL_RECYCLE_S,
-        pool_pre_ping=True,
+        **pool,
         isolation_level=isolation_level,
         connect_args={
             "connect_timeout": settings.connect_timeout_s,

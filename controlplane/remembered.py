@@ -31,9 +31,10 @@ _MAX_ENTRIES: Final = 100_000
 _OF_ADAPTERS: Final = (ChangeKind.VERSION, ChangeKind.ALIAS, ChangeKind.GRANT)
 _MAX_CONNECTION_S: Final = 60.0
 # What this snapshot shows and the one before did not has a number from the older one's xmin on.
-_NOW = text("SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint")
+_NOW = text("SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint AS xmin, pg_postmaster_start_time()::text AS server")
 _LOOK = """
-    SELECT pg_snapshot_xmin(now.snapshot)::text::bigint AS xmin, c.xid::text::bigint AS xid, c.id, c.kind, c.tenant, c.adapter
+    SELECT pg_snapshot_xmin(now.snapshot)::text::bigint AS xmin, c.xid::text::bigint AS xid, c.id, c.kind, c.tenant, c.adapter,
+           current_setting('transaction_read_only') = 'on' AS is_read_only
     FROM (SELECT pg_current_snapshot() AS snapshot) now
     LEFT JOIN changes c ON c.xid >= CAST(CAST(%s AS text) AS xid8)
 """
@@ -103,11 +104,12 @@ class Freshness:
     def __init__(self, database: Database) -> None:
         self.tenants = Memory[Any, Any]()
         self.adapters = Memory[Any, Any]()
-        self._engine = database.relay
+        self._database = database
         self._looks = Coalesced[None, None](self._look)
         self._connection: AsyncConnection | None = None
         self._driver: Any = None  # under the connection: the library above it takes three times as long as the query
         self._opened_s = 0.0
+        self._server: str | None = None
         self._since = 0
         self._seen: frozenset[tuple[int, int]] = frozenset()
 
@@ -120,7 +122,7 @@ class Freshness:
         await self._looks.get(None)
 
     async def close(self) -> None:
-        """Gives the connection back."""
+        """Closes the connection."""
         if self._connection is not None:
             connection, self._connection, self._driver = self._connection, None, None
             await connection.close()
@@ -139,7 +141,7 @@ class Freshness:
             await self._give_up()
             raise
         changes = [row for row in rows if row[2] is not None]
-        for _xmin, xid, number, kind, tenant, adapter in changes:
+        for _xmin, xid, number, kind, tenant, adapter, _is_read_only in changes:
             if (xid, number) not in self._seen:
                 self._forget(kind, tenant, adapter)
         self._since = rows[0][0]
@@ -147,20 +149,26 @@ class Freshness:
 
     async def _read(self) -> list[Any]:
         if self._connection is not None and time.monotonic() - self._opened_s > _MAX_CONNECTION_S:
-            await self.close()  # the database may have moved to another server
+            await self._give_up()  # the database may have moved to another server
         if self._connection is None:
             await self._open()
         assert self._driver is not None
         cursor = await self._driver.execute(_LOOK, [str(self._since)], prepare=True)
         rows: list[Any] = await cursor.fetchall()
+        if rows[0][6]:  # a primary of old: what is written now, is written elsewhere
+            raise psycopg.errors.ReadOnlySqlTransaction("the server takes no writes any more")
         return rows
 
     async def _open(self) -> None:
         with translated():
-            connection = await self._engine.connect()
+            connection = await self._database.looks.connect()
             self._connection = await connection.execution_options(isolation_level="AUTOCOMMIT")
+            now = (await self._connection.execute(_NOW)).one()
+            self._since, self._seen = now.xmin, frozenset()
+            if self._server not in (None, now.server):
+                await self._database.renew()  # what is remembered may not be read from the server of before
+            self._server = now.server
             self.forget_all()  # what was read before this may be of another server
-            self._since, self._seen = (await self._connection.execute(_NOW)).scalar_one(), frozenset()
             self._driver = (await self._connection.get_raw_connection()).driver_connection
         self._opened_s = time.monotonic()
 

@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import pytest
 
+from controlplane import remembered
 from controlplane.coalesced import Coalesced
 from controlplane.remembered import Memory
 from tests.fixtures.controlplane import BASE_DIGEST, Client, World
@@ -116,6 +117,43 @@ async def test_revoked_keys_and_changed_tenants_are_seen_by_the_very_next_resolv
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await _resolve(node, key)
         assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def _look(world: World) -> int:
+    """Looks, and returns who answered: the number of the server's process."""
+    freshness = world.plane._freshness
+    await freshness.check()
+    return int(freshness._driver.info.backend_pid)
+
+
+async def test_the_connection_for_looks_is_another_once_it_is_old(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await _look(world)
+    assert await _look(world) == first
+    monkeypatch.setattr(remembered, "_MAX_CONNECTION_S", 0.0)
+    assert len({first, await _look(world), await _look(world)}) == 3
+
+
+async def test_a_server_that_takes_no_writes_any_more_is_left_and_what_it_told_is_forgotten(world: World) -> None:
+    first = await _look(world)
+    freshness = world.plane._freshness
+    freshness.tenants.put("a", 1, about=("t", ""), epoch=freshness.tenants.epoch)
+    await freshness._driver.execute("SET default_transaction_read_only = on")  # as a primary that was demoted
+    assert await _look(world) != first
+    assert freshness.tenants.get("a") is None
+
+
+async def test_where_another_server_answers_nothing_is_read_from_the_one_of_before(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _look(world)
+    database, freshness = world.plane.database, world.plane._freshness
+    before = [engine.sync_engine.pool for engine in (database.app, database.auth)]
+    monkeypatch.setattr(remembered, "_MAX_CONNECTION_S", 0.0)
+    await _look(world)
+    assert [engine.sync_engine.pool for engine in (database.app, database.auth)] == before
+    freshness._server = "started earlier"
+    await _look(world)
+    assert all(engine.sync_engine.pool not in before for engine in (database.app, database.auth))
 
 
 async def test_a_restart_of_the_database_is_not_noticed_by_who_asks_after_it(world: World, postgres: Postgres) -> None:
