@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from sqlalchemy import text
 
@@ -17,7 +17,7 @@ from controlplane.remembered import Freshness
 from controlplane.vault import Vault
 from veneer.access import Identity, Kind
 
-_CLOCKS_DIFFER = timedelta(seconds=60)
+_SOON = timedelta(seconds=60)
 _IDENTIFY = text("""
     SELECT i.kind, i.id, i.tenant, i.roles, i.expire_time, i.fallback_allowed, i.weight, f.previous_allowed, f.default_fallback,
            i.max_rank_rows, i.max_arena_bytes, i.max_host_bytes, q.*
@@ -76,7 +76,7 @@ class Identities:
         await self._freshness.check()
         memory = self._freshness.tenants
         known: Holder | None = memory.get(key_digest)
-        if known is not None and not _ends_soon(known):
+        if known is not None and not _ends_soon(known, self._freshness.now):
             return known
         epoch = memory.epoch
         holder = await self._lookups.get(key_digest)
@@ -114,6 +114,6 @@ class Identities:
         return Identity(kind=holder.kind, key_digest=key_digest, key_id=holder.id, tenant=holder.tenant, roles=holder.roles)
 
 
-def _ends_soon(holder: Holder) -> bool:
+def _ends_soon(holder: Holder, now: datetime) -> bool:
     """Whether a key ends so soon that only the database's clock may tell whether it has."""
-    return holder.expire_time is not None and holder.expire_time < datetime.now(UTC) + _CLOCKS_DIFFER
+    return holder.expire_time is not None and holder.expire_time < now + _SOON

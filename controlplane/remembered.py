@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Hashable
+from datetime import UTC, datetime
 from typing import Any, Final, Generic, TypeVar
 
 import psycopg
@@ -34,7 +35,8 @@ _MAX_CONNECTION_S: Final = 60.0
 _NOW = text("SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint AS xmin, pg_postmaster_start_time()::text AS server")
 _LOOK = """
     SELECT pg_snapshot_xmin(now.snapshot)::text::bigint AS xmin, c.xid::text::bigint AS xid, c.id, c.kind, c.tenant, c.adapter,
-           current_setting('transaction_read_only') = 'on' AS is_read_only
+           current_setting('transaction_read_only') = 'on' AS is_read_only,
+           extract(epoch FROM clock_timestamp())::float8 AS time_s
     FROM (SELECT pg_current_snapshot() AS snapshot) now
     LEFT JOIN changes c ON c.xid >= CAST(CAST(%s AS text) AS xid8)
 """
@@ -110,6 +112,7 @@ class Freshness:
         self._driver: Any = None  # under the connection: the library above it takes three times as long as the query
         self._opened_s = 0.0
         self._server: str | None = None
+        self._ahead_s = 0.0
         self._since = 0
         self._seen: frozenset[tuple[int, int]] = frozenset()
 
@@ -120,6 +123,11 @@ class Freshness:
             UnavailableError: The database is away; everything is forgotten.
         """
         await self._looks.get(None)
+
+    @property
+    def now(self) -> datetime:
+        """The database's time, by its last look and what went by since; never less. This machine's clock may be set otherwise."""
+        return datetime.fromtimestamp(time.monotonic() + self._ahead_s, UTC)
 
     async def close(self) -> None:
         """Closes the connection."""
@@ -141,7 +149,7 @@ class Freshness:
             await self._give_up()
             raise
         changes = [row for row in rows if row[2] is not None]
-        for _xmin, xid, number, kind, tenant, adapter, _is_read_only in changes:
+        for _xmin, xid, number, kind, tenant, adapter, *_ in changes:
             if (xid, number) not in self._seen:
                 self._forget(kind, tenant, adapter)
         self._since = rows[0][0]
@@ -153,10 +161,12 @@ class Freshness:
         if self._connection is None:
             await self._open()
         assert self._driver is not None
+        asked_s = time.monotonic()
         cursor = await self._driver.execute(_LOOK, [str(self._since)], prepare=True)
         rows: list[Any] = await cursor.fetchall()
         if rows[0][6]:  # a primary of old: what is written now, is written elsewhere
             raise psycopg.errors.ReadOnlySqlTransaction("the server takes no writes any more")
+        self._ahead_s = rows[0][7] - asked_s
         return rows
 
     async def _open(self) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 
 from controlplane import remembered
 from controlplane.coalesced import Coalesced
+from controlplane.identities import Holder, Identities
 from controlplane.remembered import Memory
+from controlplane.vault import open_vault
 from tests.fixtures.controlplane import BASE_DIGEST, Client, World
 from veneer.controlplane.v1 import catalog_pb2, nodes_pb2, tenants_pb2
 from veneer.errors import UnavailableError
@@ -154,6 +158,27 @@ async def test_where_another_server_answers_nothing_is_read_from_the_one_of_befo
     freshness._server = "started earlier"
     await _look(world)
     assert all(engine.sync_engine.pool not in before for engine in (database.app, database.auth))
+
+
+@pytest.mark.parametrize(("on", "lookups"), [("0 s", 1), ("58 min", 1), ("59.5 min", 3), ("2 h", 3)])
+async def test_keys_end_by_the_clock_of_the_database(
+    on: str, lookups: int, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await world.key_for("acme", lifetime=duration_pb2.Duration(seconds=3600))
+    later = remembered._LOOK.replace("clock_timestamp()", f"(clock_timestamp() + interval '{on}')")
+    monkeypatch.setattr(remembered, "_LOOK", later)
+    identities = Identities(world.plane.database, open_vault(world.settings), world.plane._freshness)
+    asked = 0
+
+    async def look_up(digest: bytes) -> Holder | None:
+        nonlocal asked
+        asked += 1
+        return await Identities._look_up(identities, digest)
+
+    monkeypatch.setattr(identities, "_lookups", Coalesced[bytes, Any](look_up))
+    for _ in range(3):
+        assert (await identities.find(key.digest)) is not None
+    assert asked == lookups
 
 
 async def test_a_restart_of_the_database_is_not_noticed_by_who_asks_after_it(world: World, postgres: Postgres) -> None:
