@@ -146,6 +146,7 @@ class _Asked:
         started_s: When the request came, in monotonic seconds.
         submitted_s: When what is left of the deadline was measured.
         ending: Counts how it ends.
+        meter: Counts what it uses.
     """
 
     request: GenerationRequest
@@ -157,6 +158,7 @@ class _Asked:
     started_s: float
     submitted_s: float
     ending: Ending
+    meter: Meter
 
     def patience_s(self, limit_s: float) -> float | None:
         """How long to wait for the version; None to the end."""
@@ -297,6 +299,7 @@ class Generator:
                 started_s=started_s,
                 submitted_s=time.monotonic(),
                 ending=self._outcomes.of(answer, bound.served),
+                meter=meter,
             )
             self._expect_others(answer, bound.served)
             counts = (len(budget.ids), *[0] * (request.choice.n - 1))  # the choices of a request have one prompt
@@ -344,12 +347,12 @@ class Generator:
         """
         version = bound.served.version
         if version is None:
-            return Attempt(bound.served, self._open(asked.request, asked.submits_for(bound)), None)
+            return Attempt(bound.served, self._open(asked, bound), None)
         claim = self._loader.ensure(version, asked.caller.tenant, max_bytes=self._limits_of(asked.caller).max_host_bytes)
         try:
             if not claim.loaded.done() or claim.loaded.exception() is not None:
                 self._foresee(asked, claim)
-            return Attempt(bound.served, self._open(asked.request, asked.submits_for(bound)), claim)
+            return Attempt(bound.served, self._open(asked, bound), claim)
         except BaseException:
             claim.release(is_expected=True)
             raise
@@ -373,22 +376,24 @@ class Generator:
                 if arm.version != served.version and arm.state == "READY":
                     self._loader.expect(arm.version)
 
-    def _open(self, request: GenerationRequest, submits: Sequence[Submit]) -> ChoiceStreams:
-        return ChoiceStreams(
+    def _open(self, asked: _Asked, bound: Binding) -> ChoiceStreams:
+        streams = ChoiceStreams(
             [
                 TokenStream(
                     self._engine.submit(submit),
                     detokenizer=self._prompts.detokenizer(),
-                    stops=StopStrings(request.choice.stop),
+                    stops=StopStrings(asked.request.choice.stop),
                     stop_ids=submit.sampling.stop_token_ids,
                     min_tokens=submit.sampling.min_tokens,
                     max_bytes=self._limits.max_buffer_bytes,
                     max_waiting=self._limits.max_buffer_tokens,
                     slow_reader_s=self._limits.slow_reader_s,
                 )
-                for submit in submits
+                for submit in asked.submits_for(bound)
             ]
         )
+        asked.meter.began(bound.served)
+        return streams
 
     def _echo(self, asked: Choice, prompt: tuple[int, ...], choice: int, piece: Piece) -> Echo | None:
         if choice or piece.index or not (asked.echo or piece.prompt_logprobs):

@@ -13,7 +13,7 @@ from dataplane.quotas import Admission, Quotas
 from dataplane.resolution import Answer, Resolution
 from dataplane.token_stream import Piece
 from dataplane.usage import Use
-from veneer.errors import VeneerError
+from veneer.errors import ResourceExhaustedError, VeneerError
 
 
 @dataclass(slots=True)
@@ -34,6 +34,21 @@ class Meter:
         """See `Admission.reserve`."""
         self._prompt = prompt
         await self._admission.reserve(prompt=prompt, output=output)
+
+    def began(self, served: Served) -> None:
+        """The engine has the request, for this to answer: its prompt counts however it ends.
+
+        Nobody knows here how much of a prompt was computed when its caller leaves before the first token; what would cost nothing
+        then, could be had without end.
+        """
+        self._served = served
+        self._admission.began()
+
+    def turned_away(self) -> None:
+        """The engine refused the request before it did anything for it."""
+        if not self._output:
+            self._served = None
+            self._admission.turned_away()
 
     def saw(self, served: Served | None, piece: Piece) -> None:
         """A piece is about to go out; with the last one of all choices the request is noted before its caller hears of it."""
@@ -96,6 +111,8 @@ class Metering:
                 yield meter
             except VeneerError as error:
                 status = error.status
+                if _is_overload(error):
+                    meter.turned_away()
                 raise
             except (asyncio.CancelledError, GeneratorExit):
                 status = "CANCELLED"
@@ -105,6 +122,14 @@ class Metering:
                 raise
             finally:
                 meter.note(status)
+
+
+def _is_overload(error: VeneerError) -> bool:
+    """Whether the engine's queue did not take a request.
+
+    Only such an error of the engine says when to come again, and those of the loader have classes of their own.
+    """
+    return type(error) is ResourceExhaustedError and error.retry_after_s is not None
 
 
 def _ticket(answer: Answer, version: str) -> bytes:

@@ -120,6 +120,7 @@ class Admission:
     _reserved: int = 0
     _prompt: int = 0
     _generated: int = 0
+    _is_begun: bool = False
 
     async def reserve(self, *, prompt: int, output: int) -> None:
         """Takes the tokens that the request may use at most.
@@ -134,15 +135,24 @@ class Admission:
         self._book.reserved += tokens
         self._reserved, self._prompt = tokens, prompt
 
+    def began(self) -> None:
+        """The engine has the request: its prompt is used from now on, also if nothing ever comes of it."""
+        self._is_begun = True
+
+    def turned_away(self) -> None:
+        """The engine did not take it after all."""
+        self._is_begun = False
+
     def saw(self, num_tokens: int) -> None:
         """Tokens were generated."""
+        self._is_begun = True
         self._generated += num_tokens
 
     def close(self) -> None:
         """Gives back what was not used."""
         if self._book is not None:
             self._book.reserved -= self._reserved
-            if self._generated:
+            if self._is_begun:
                 self._book.tokens.add(self._prompt + self._generated)
 
 

@@ -19,7 +19,7 @@ class Use(NamedTuple):
         ticket: Shows the control plane that this node was told of it; hex.
         status: Name of the status with which it ended.
         unix_s: When it ended, in whole seconds since 1970.
-        prompt_tokens: Tokens of its prompt, once some came of it.
+        prompt_tokens: Tokens of its prompt, once the engine had taken it.
         cached_tokens: Of them, those that were found in the prefix cache.
         output_tokens: Tokens that were generated.
     """

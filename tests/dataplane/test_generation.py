@@ -144,7 +144,7 @@ async def test_what_a_request_used_is_noted_once_and_before_its_caller_hears_of_
     await until(lambda: len(stage.engine.submits) == 2)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert stage.uses[1][1:] == ("", "", "", b"c".hex(), "CANCELLED", stage.uses[1].unix_s, 0, 0, 0)
+    assert stage.uses[1][1:] == ("acme", "bot", VERSION, b"v".hex(), "CANCELLED", stage.uses[1].unix_s, 2, 0, 0)
     stage.says = answer(Refusal.NOT_FOUND)
     with pytest.raises(NotFoundError):
         await stage.run()
