@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -47,6 +48,7 @@ _MAX_TOKENS = 4
 _LOAD_S = 30.0
 _RUN_S = 30.0
 _MAX_FAULT = 500
+_NO_NUMBER = 1e30  # stands for an error that is not finite, which a report cannot hold
 
 
 class Catalog(Protocol):
@@ -127,6 +129,8 @@ class Prober:
                 continue
             except (VeneerError, TimeoutError) as error:
                 _log.warning("a probe was not done", extra={"version": version, "cause": type(error).__name__})
+            except Exception:  # noqa: BLE001  whatever one version brings about, the next has its probe
+                _log.exception("a probe broke off", extra={"version": version})
 
     async def probe(self, version: str) -> None:
         """Takes a probe on, does it and says what it gave.
@@ -160,10 +164,12 @@ class Prober:
                 runs = await self._all(order, prompts, order.version)
                 values = await samples
             except InternalError:
-                return ProbeMeasures(finite=False, num_prompts=len(prompts), tolerance=self._tolerance)
+                return self._not_finite()
             finally:
                 samples.cancel()
         compared = [_difference(run, base) for run, base in zip(runs, of_base, strict=True)]
+        if not all(math.isfinite(most) for _, most in compared):  # logits so large that a token has no probability at all
+            return self._not_finite()
         errors = [_error(np.asarray(found, np.float32), right) for found, right in zip(values, references, strict=False)]
         return ProbeMeasures(
             finite=True,
@@ -174,6 +180,9 @@ class Prober:
             max_error=max(errors, default=0.0),
             tolerance=self._tolerance,
         )
+
+    def _not_finite(self) -> ProbeMeasures:
+        return ProbeMeasures(finite=False, num_prompts=len(TEXTS), tolerance=self._tolerance)
 
     async def _ids(self, text: str) -> tuple[int, ...]:
         return (await self._prompts.prepare(TextPrompt(text), max_tokens=_MAX_TOKENS)).ids
@@ -224,16 +233,19 @@ def _references(stored: StoredVersion, pairs: Sequence[Pair]) -> list[npt.NDArra
 
 
 def _difference(run: _Run, base: _Run) -> tuple[int, float]:
-    """Counts the tokens that both rate, and returns the largest difference."""
+    """Counts the tokens that both rate, and returns the largest difference; infinite where one is no number."""
     differences = [abs(ours.logprob - theirs.logprob) for ours, theirs in zip(run.prompt, base.prompt, strict=True)]
     theirs = dict(base.first.top)
     differences += [abs(logprob - theirs[token]) for token, logprob in run.first.top if token in theirs]
+    if not all(map(math.isfinite, differences)):
+        return len(differences), math.inf
     return len(differences), max(differences, default=0.0)
 
 
 def _error(found: npt.NDArray[np.float32], right: npt.NDArray[np.float32]) -> float:
     """Returns the difference's norm over the reference's; 1 at most where the reference is zero and the sample is not."""
-    if not np.isfinite(found).all():
-        return 1e30
+    right, found = right.astype(np.float64), found.astype(np.float64)  # squares of what float32 holds
+    if not (np.isfinite(found).all() and np.isfinite(right).all()):
+        return _NO_NUMBER
     size, difference = float(np.linalg.norm(right)), float(np.linalg.norm(found - right))
     return difference / size if size else float(difference > 0)

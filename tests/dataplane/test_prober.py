@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from dataplane import folding, store
+from dataplane import folding, prober, store
+from dataplane.engine.messages import Logprobs
 from dataplane.lora.image import ImagePair
 from dataplane.node import Node
 from tests.dataplane.doubles import FolderSource, until
@@ -160,6 +161,38 @@ async def test_a_version_that_cannot_be_loaded_is_told_and_one_of_another_node_i
     plane.source.files["adapter_model.safetensors"] = b"\0" * len(plane.source.files["adapter_model.safetensors"])
     await until(lambda: plane.reports)
     assert plane.reports[0].fault.startswith("FAILED_PRECONDITION")
+
+
+async def test_a_probe_that_breaks_off_leaves_the_next_one_its_turn(
+    rig: Rig, plane: ProbingPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[Any] = []
+
+    def break_off(stored: Any) -> Any:
+        chosen.append(stored)
+        raise ValueError("a bug")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(prober, "_choose", break_off)
+        plane.publish(make_adapter_folder(tmp_path / "broken", plane.base, ranks=5))
+        await until(lambda: chosen)
+    found = await probe(plane, make_adapter_folder(tmp_path / "next", plane.base, ranks=3, seed=9))
+    assert (found.finite, plane.reports) == (True, [])
+
+
+async def test_a_token_that_lost_all_probability_is_told_as_not_finite(
+    rig: Rig, plane: ProbingPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prober, "_difference", lambda run, base: (3, float("inf")))
+    found = await probe(plane, make_adapter_folder(tmp_path / "huge", plane.base, ranks=5))
+    assert (found.fault, found.finite, found.max_difference) == ("", False, 0.0)
+
+
+@pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])
+def test_a_difference_that_is_no_number_is_infinite_wherever_it_stands(logprob: float) -> None:
+    good, bad = Logprobs(-1.0, ((1, -1.0),)), Logprobs(logprob, ((1, -1.0),))
+    for prompt in ((good, bad), (bad, good)):
+        assert prober._difference(prober._Run(prompt, good), prober._Run((good, good), good)) == (3, float("inf"))
 
 
 async def test_nothing_is_said_while_the_store_is_away(rig: Rig, plane: ProbingPlane, tmp_path: Path) -> None:
