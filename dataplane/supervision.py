@@ -190,7 +190,7 @@ class EngineSupervisor:
         """See `EngineClient.take_samples`.
 
         Raises:
-            UnavailableError: There is no engine now, or it served no request for the version in time.
+            UnavailableError: There is no engine now, it served no request for the version in time, or too many ask already.
         """
         return await self._running().take_samples(version, places)
 

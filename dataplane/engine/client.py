@@ -210,9 +210,11 @@ class EngineClient:
             What each gives; nothing where this form takes no samples.
 
         Raises:
-            UnavailableError: The engine is away, or served no such request in time.
+            UnavailableError: The engine is away, served no such request in time, or has too many that ask already.
         """
         samples: Samples = await self._ask(lambda token: TakeSamples(token, version, places), timeout_s=timeout_s)
+        if samples.refused:
+            raise UnavailableError("too many wait for samples", retry_after_s=1.0)
         return samples.values
 
     async def _ask(self, command: Callable[[int], Command], *, timeout_s: float) -> Any:

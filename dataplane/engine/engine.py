@@ -224,8 +224,10 @@ class Engine:
             case Query(token):
                 events.append(self._state(token))
             case TakeSamples(token):
-                if not (self._takes_samples and self._orders.add(command)):
+                if not self._takes_samples:
                     events.append(Samples(token))
+                elif not self._orders.add(command):
+                    events.append(Samples(token, refused=True))
             case Stop():
                 self._stopping = True
 

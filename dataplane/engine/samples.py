@@ -5,7 +5,8 @@ Both sides make the same input: numbers that every dtype holds exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,9 @@ MAX_COLUMNS = 64
 
 MAX_PENDING = 64
 """Orders that wait for a step."""
+
+MAX_WAIT_S = 60.0
+"""How long one waits at most: longer than who asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +48,12 @@ class Samples:
         token: That of the order.
         values: What each pair gives for `sample_input`, [SAMPLE_ROWS, columns] row by row, in the order of the places; none where
             this form takes no samples.
+        refused: The order was not taken: too many wait.
     """
 
     token: int
     values: tuple[tuple[float, ...], ...] = ()
+    refused: bool = False
 
 
 def sample_input(in_features: int) -> npt.NDArray[np.float32]:
@@ -71,25 +77,31 @@ class SlotSamples:
 
 
 class Orders:
-    """Orders that wait for a step. Owned by the step loop."""
+    """Orders that wait for a step. Owned by the step loop.
 
-    def __init__(self) -> None:
-        self._waiting: list[TakeSamples] = []
+    One whose version never comes to a step is dropped in the end: nobody waits for it any more, and others need its place.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waiting: list[tuple[float, TakeSamples]] = []
 
     def add(self, order: TakeSamples) -> bool:
         """Keeps an order; False when too many wait."""
+        now = self._clock()
+        self._waiting = [(came, known) for came, known in self._waiting if now - came <= MAX_WAIT_S]
         if len(self._waiting) >= MAX_PENDING:
             return False
-        self._waiting.append(order)
+        self._waiting.append((now, order))
         return True
 
     @property
     def versions(self) -> Sequence[str]:
         """The versions that are asked for."""
-        return [order.version for order in self._waiting]
+        return [order.version for _, order in self._waiting]
 
     def due(self, slots: dict[str, int]) -> list[SlotSamples]:
         """Takes out the orders of versions that a step serves, by their slots."""
-        due = [SlotSamples(order, slots[order.version]) for order in self._waiting if order.version in slots]
-        self._waiting = [order for order in self._waiting if order.version not in slots]
+        due = [SlotSamples(order, slots[order.version]) for _, order in self._waiting if order.version in slots]
+        self._waiting = [(came, order) for came, order in self._waiting if order.version not in slots]
         return due

@@ -10,7 +10,7 @@ import pytest
 
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
-from dataplane.engine.samples import MAX_PENDING, Orders, TakeSamples, sample_columns, sample_input
+from dataplane.engine.samples import MAX_PENDING, MAX_WAIT_S, Orders, TakeSamples, sample_columns, sample_input
 from dataplane.lora.image import ImagePair, build_image
 from dataplane.lora.image_file import write_image
 from tests.dataplane.engine.serving import Make, collect, request, until
@@ -96,6 +96,31 @@ def test_orders_beyond_what_may_wait_are_not_kept() -> None:
     assert [orders.add(TakeSamples(token, "v", ())) for token in range(MAX_PENDING + 1)] == [True] * MAX_PENDING + [False]
     assert [due.slot for due in orders.due({"v": 3})] == [3] * MAX_PENDING
     assert not orders.versions
+
+
+def test_orders_that_no_step_serves_lose_their_places_in_the_end() -> None:
+    now = 0.0
+    orders = Orders(lambda: now)
+    assert all(orders.add(TakeSamples(token, f"{token:064x}", ())) for token in range(MAX_PENDING))
+    now = MAX_WAIT_S
+    assert not orders.add(TakeSamples(100, "v", ()))
+    now = MAX_WAIT_S + 1
+    assert orders.add(TakeSamples(101, "v", ()))
+    assert orders.versions == ["v"]
+
+
+async def test_who_asks_while_too_many_wait_is_refused_rather_than_given_none(tiny_config: Make) -> None:
+    client = await EngineClient.start(tiny_config(), in_process=True)
+    try:
+        waiting = [asyncio.create_task(client.take_samples("c" * 64, PLACES)) for _ in range(MAX_PENDING)]
+        await asyncio.sleep(0)
+        with pytest.raises(UnavailableError, match="too many"):
+            await client.take_samples("d" * 64, PLACES)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    finally:
+        await client.stop()
 
 
 def test_the_input_is_exact_in_every_dtype_and_differs_by_row() -> None:
