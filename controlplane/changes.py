@@ -31,6 +31,9 @@ class ChangeKind(IntEnum):
     PROBE = 5
 
 
+_KINDS = frozenset(ChangeKind)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """A committed change; identifiers only.
@@ -127,6 +130,7 @@ class ChangeFeed:
                 kind=ChangeKind(row.kind), tenant=row.tenant, adapter=row.adapter, version=row.version, generation=row.generation
             )
             for row in rows
+            if row.kind in _KINDS  # a newer process beside this one may write others, which its own readers understand
         )
         last = (rows[-1].xid, rows[-1].id) if rows else start
         return ChangePage(changes, _cursor(*last))

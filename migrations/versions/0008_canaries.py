@@ -87,6 +87,14 @@ CREATE TRIGGER audit AFTER INSERT OR UPDATE OR DELETE ON canaries FOR EACH ROW E
 """
 
 _BACK = """
+ALTER TABLE canaries NO FORCE ROW LEVEL SECURITY;
+DO $$
+BEGIN
+    IF EXISTS (SELECT FROM canaries WHERE state = 'RUNNING') THEN
+        RAISE EXCEPTION 'canaries are running, whose aliases nothing would move any more; stop them first';
+    END IF;
+END
+$$;
 DROP TABLE outcome_batches;
 DROP TABLE canary_steps;
 DROP TABLE canaries;
@@ -103,5 +111,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Takes them away; aliases stay where canaries left them."""
+    """Takes them away; aliases stay where canaries left them. Refused while one is running."""
     op.execute(_BACK)

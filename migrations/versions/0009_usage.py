@@ -48,6 +48,20 @@ CREATE POLICY nodes ON usage_journals TO veneer_app USING (app_scope() = 'node')
 """
 
 
+_BACK = """
+ALTER TABLE usage NO FORCE ROW LEVEL SECURITY;
+DO $$
+BEGIN
+    IF EXISTS (SELECT FROM usage) THEN
+        RAISE EXCEPTION 'the ledger of use would be lost; keep a copy of the table usage and empty it first';
+    END IF;
+END
+$$;
+DROP TABLE usage_journals;
+DROP TABLE usage;
+"""
+
+
 def upgrade() -> None:
     """Makes the ledger."""
     op.execute(_TABLES)
@@ -58,6 +72,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Removes it."""
-    op.execute("DROP TABLE usage_journals")
-    op.execute("DROP TABLE usage")
+    """Removes it. Refused while something is in it: data planes keep no copy of what was taken from them."""
+    op.execute(_BACK)

@@ -68,6 +68,14 @@ async def test_a_transaction_that_commits_late_is_not_skipped(world: World, feed
     assert names == ["early start, late commit", "late start, early commit"]
 
 
+async def test_kinds_of_a_newer_process_are_passed_over(world: World, feed: ChangeFeed, database: TestDatabase) -> None:
+    _, cursor = await names_after(feed, "")
+    with database.connect() as connection:
+        connection.execute("INSERT INTO changes (kind, tenant, adapter, version, generation) VALUES (99, 'acme', 'newer', '', 0)")
+    await write(world, "known")
+    assert (await names_after(feed, cursor))[0] == ["known"]
+
+
 async def test_a_transaction_that_rolls_back_holds_nothing_back_for_good(world: World, feed: ChangeFeed) -> None:
     _, cursor = await names_after(feed, "")
     with pytest.raises(ZeroDivisionError):

@@ -300,3 +300,36 @@ def test_answers_and_changes_lose_their_probes_on_the_way_back(fresh_database: T
         assert connection.execute("SELECT kind FROM changes UNION ALL SELECT kind FROM outbox").fetchall() == [(1,)]
         migrate(Settings(owner_url=fresh_database.owner_url))
         assert connection.execute("SELECT probe FROM versions").fetchall() == []
+
+
+_CANARY = f"""
+    INSERT INTO aliases (tenant, adapter, name, generation) VALUES ('acme', 'style', 'stable', 1);
+    INSERT INTO canaries (tenant, adapter, alias, generation, version, stable, steps, step, state, reason)
+        VALUES ('acme', 'style', 'stable', 1, '{_DIGEST}', '{_DIGEST}', '[]', 0, 'RUNNING', '')
+"""
+_USE = """
+    INSERT INTO usage (tenant, hour, owner, adapter, requests, failed_requests, prompt_tokens, cached_tokens, output_tokens)
+        VALUES ('acme', now(), 'acme', 'style', 1, 0, 2, 0, 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "ended", "revision", "refusal"),
+    [
+        (_USE, "DELETE FROM usage", "0008", "ledger of use would be lost"),
+        (_CANARY, "UPDATE canaries SET state = 'STOPPED', end_time = now()", "0007", "canaries are running"),
+    ],
+    ids=["use", "canary"],
+)
+def test_what_an_older_schema_would_lose_keeps_the_newer_one(
+    plain_owner: str, made: str, ended: str, revision: str, refusal: str
+) -> None:
+    migrate(Settings(owner_url=plain_owner))
+    url = plain_owner.replace("+psycopg", "").replace("plain_owner@", "postgres@")
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(_PUBLISHED.partition("INSERT INTO publish_requests")[0])
+        connection.execute(made)
+        with pytest.raises(DBAPIError, match=refusal):
+            take_down(plain_owner, revision)
+        connection.execute(ended)
+        take_down(plain_owner, revision)
