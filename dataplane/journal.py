@@ -2,7 +2,8 @@
 
 A line holds a checksum and the record. It is handed to the kernel before the caller learns of the end, so a process that is
 killed loses nothing that was told; the disk is waited for in groups. Every process begins a journal of its own, under a name that
-it draws, so that a torn line at the end of an older one is cut off and nothing is ever written after it.
+it draws, so that nothing is ever written after a torn line at the end of an older one. A line that does not read though others
+follow has its number as they have: what is behind it keeps its own.
 """
 
 from __future__ import annotations
@@ -12,11 +13,25 @@ import json
 import os
 import secrets
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from dataplane.usage import Use
 
 _SUFFIX = ".journal"
+
+
+class Line(NamedTuple):
+    """A line of a journal.
+
+    Attributes:
+        raw: As it lies there.
+        use: What it says; None where it does not read.
+    """
+
+    raw: bytes
+    use: Use | None
 
 
 class Journal:
@@ -67,28 +82,34 @@ def name_of(path: Path) -> str:
     return path.name.removesuffix(_SUFFIX)
 
 
-def set_aside(path: Path) -> None:
-    """Keeps a journal that is not wanted where nobody reads it."""
-    path.rename(path.with_suffix(".refused"))
+def set_aside(path: Path, number: int, lines: Iterable[bytes]) -> None:
+    """Keeps lines of a journal, from around the record with this number, where nobody reads them; again changes nothing."""
+    descriptor = os.open(path.with_name(f"{name_of(path)}-{number}.refused"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def read(path: Path, offset: int, *, max_records: int) -> tuple[list[Use], int]:
-    """Returns the next records of a journal and where the one after them begins; none behind a line that does not read."""
-    uses: list[Use] = []
+def read(path: Path, offset: int, *, max_records: int) -> tuple[list[Line], int]:
+    """Returns the next lines of a journal and where the one after them begins; none of those behind the last that reads."""
+    lines: list[Line] = []
+    num_read, end = 0, offset
     with path.open("rb") as file:
         file.seek(offset)
-        while len(uses) < max_records and (use := _use(line := file.readline())) is not None:
-            uses.append(use)
-            offset += len(line)
-    return uses, offset
+        while num_read < max_records and (raw := file.readline()):
+            offset += len(raw)
+            lines.append(Line(raw, _use(raw)))
+            if lines[-1].use is not None:
+                num_read, end = len(lines), offset
+    return lines[:num_read], end
 
 
-def cut_tail(path: Path, offset: int) -> int:
-    """Cuts a journal off that nobody writes to; returns how many bytes that were."""
-    size = path.stat().st_size - offset
-    if size:
-        os.truncate(path, offset)
-    return size
+def rest(path: Path, offset: int) -> bytes:
+    """Returns what lies in a journal from here on."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read()
 
 
 def _is_written(path: Path) -> bool:
@@ -109,4 +130,7 @@ def _use(line: bytes) -> Use | None:
     checksum, _, record = line.removesuffix(b"\n").partition(b" ")
     if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(record):
         return None
-    return Use(*json.loads(record))
+    try:
+        return Use(*json.loads(record))
+    except (TypeError, ValueError):  # of another version
+        return None

@@ -57,11 +57,16 @@ class UseCounts(NamedTuple):
     output_tokens: int = 0
 
 
+def key_of(use: Use) -> UseKey:
+    """Returns what a use is summed up by."""
+    return UseKey(*use[:5], hour=use.unix_s // _HOUR_S * _HOUR_S)
+
+
 def summed(uses: Iterable[Use]) -> dict[UseKey, UseCounts]:
     """Returns what uses come to by tenant, version and hour."""
     sums: dict[UseKey, UseCounts] = {}
     for use in uses:
-        key = UseKey(*use[:5], hour=use.unix_s // _HOUR_S * _HOUR_S)
+        key = key_of(use)
         counts = (1, use.status != "OK", use.prompt_tokens, use.cached_tokens, use.output_tokens)
         sums[key] = UseCounts(*map(sum, zip(sums.get(key, UseCounts()), counts, strict=True)))
     return sums

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from dataplane import journal as journals
-from dataplane.journal import Journal
-from dataplane.usage import Use, UseCounts, UseKey, summed
+from dataplane.journal import Journal, Line
+from dataplane.usage import Use, UseCounts, UseKey, key_of, summed
 from veneer.errors import PermissionDeniedError, VeneerError
 
 _log = logging.getLogger(__name__)
 _BATCH = 1000
 _MAX_BYTES = 16 << 20
 _LAST_S = 5.0
+_NEVER = 10**12
+"""A number to which no journal comes: of a report that begins there only the tickets are looked at."""
 
 
 class Report(Protocol):
@@ -27,11 +31,29 @@ class Report(Protocol):
     ) -> int: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """How far a journal was sent.
+
+    Attributes:
+        offset: Where the next line begins.
+        sequence: Number of the line before it.
+        taken: Number up to which reports were taken; smaller where nothing was wanted of the lines since, larger where an earlier
+            report came through whose answer did not.
+    """
+
+    offset: int = 0
+    sequence: int = 0
+    taken: int = 0
+
+
 class UsageReporter:
     """Owns this process's journal, and sends it and those that earlier processes left. Owned by the event loop.
 
     A report says which records it sums up; the control plane takes it only when it begins right after the last one that it took,
     and answers with that. So what is sent twice, or whose answer is lost, counts once, and the next report goes on from there.
+    Records whose tickets are refused, and lines that do not read, are left out of reports and set aside; their numbers are
+    passed over.
 
     Args:
         folder: Where journals lie.
@@ -48,7 +70,7 @@ class UsageReporter:
         self._on_lost = on_lost
         self._interval_s = interval_s
         self._journal = Journal(folder)
-        self._offset = self._sequence = 0
+        self._place = _Place()
 
     def add(self, use: Use) -> None:
         """Notes what a request used."""
@@ -77,12 +99,8 @@ class UsageReporter:
         for path in await asyncio.to_thread(journals.left_behind, self._folder):
             await self._send_left(path)
         await asyncio.to_thread(self._journal.sync)
-        try:
-            self._offset, self._sequence = await self._send(self._journal.path, self._offset, self._sequence)
-        except PermissionDeniedError:
-            self._begin_anew()
-            raise
-        if self._journal.size_bytes > _MAX_BYTES and self._offset == self._journal.size_bytes:
+        self._place = await self._send(self._journal.path, self._place)
+        if self._journal.size_bytes > _MAX_BYTES and self._place.offset == self._journal.size_bytes:
             self._begin_anew()
 
     async def close(self) -> None:
@@ -98,32 +116,68 @@ class UsageReporter:
     def _begin_anew(self) -> None:
         self._journal.close()
         self._journal = Journal(self._folder)
-        self._offset = self._sequence = 0
+        self._place = _Place()
 
     async def _send_left(self, path: Path) -> None:
         """Sends a journal to which nobody writes any more, and removes it."""
-        try:
-            end, _ = await self._send(path, 0, 0)
-        except PermissionDeniedError:
-            await asyncio.to_thread(journals.set_aside, path)
-            _log.error("a journal of usage was refused, and set aside", extra={"journal": journals.name_of(path)})
-            return
-        torn = await asyncio.to_thread(journals.cut_tail, path, end)
-        if torn:
-            _log.warning("a torn line was cut off a journal", extra={"journal": journals.name_of(path), "size_bytes": torn})
+        place = await self._send(path, _Place())
+        torn = await asyncio.to_thread(journals.rest, path, place.offset)
+        if b"\n" in torn:  # a line that was torn has no end
+            await self._set_aside(path, place.sequence + 1, [torn])
+        elif torn:
+            facts = {"journal": journals.name_of(path), "size_bytes": len(torn)}
+            _log.warning("a torn line was cut off a journal", extra=facts)
         await asyncio.to_thread(path.unlink)
 
-    async def _send(self, path: Path, offset: int, sequence: int) -> tuple[int, int]:
-        """Sends a journal's records after the one with this number, which ends there; returns how far it came."""
+    async def _send(self, path: Path, place: _Place) -> _Place:
+        """Sends a journal's records from there on; returns how far it came."""
         while True:
-            uses, end = await asyncio.to_thread(journals.read, path, offset, max_records=_BATCH)
-            if not uses:
-                return offset, sequence
-            last = sequence + len(uses)
-            taken = await self._report(journals.name_of(path), sequence + 1, last, summed(uses))
-            if taken != last and taken > sequence:  # an earlier report came through whose answer did not
-                uses, end = await asyncio.to_thread(journals.read, path, offset, max_records=taken - sequence)
-                last = sequence + len(uses)
-            elif taken != last:
-                raise OSError(f"the control plane knows {taken} records of a journal that was sent to {sequence}")
-            offset, sequence = end, last
+            lines, end = await asyncio.to_thread(journals.read, path, place.offset, max_records=_BATCH)
+            if not lines:
+                return place
+            place = await self._send_lines(path, place, lines, end)
+
+    async def _send_lines(self, path: Path, place: _Place, lines: Sequence[Line], end: int) -> _Place:
+        """Sends these lines, which begin there, but for those that are not wanted; returns how far it came."""
+        last = place.sequence + len(lines)
+        taken, wanted = await self._tell(journals.name_of(path), place.taken + 1, last, lines)
+        if unwanted := [line.raw for line in lines if line.use is None or key_of(line.use) not in wanted]:
+            await self._set_aside(path, place.sequence + 1, unwanted)
+        if not wanted:
+            return _Place(end, last, place.taken)  # the next report begins where the one before ended
+        if taken >= last:
+            return _Place(end, last, taken)
+        if taken <= place.taken:
+            raise OSError(f"the control plane knows {taken} records of a journal that was sent to {place.taken}")
+        if taken <= place.sequence:
+            return replace(place, taken=taken)
+        lines, end = await asyncio.to_thread(journals.read, path, place.offset, max_records=taken - place.sequence)
+        return _Place(end, place.sequence + len(lines), taken)
+
+    async def _tell(self, journal: str, first: int, last: int, lines: Sequence[Line]) -> tuple[int, AbstractSet[UseKey]]:
+        """Reports what the control plane takes of these lines; returns what it took last, and which of them it wants."""
+        sums = summed(line.use for line in lines if line.use is not None)
+        try:
+            return await self._report(journal, first, last, sums), sums.keys()
+        except PermissionDeniedError:
+            refused = await self._refused(journal, sums)
+        rest = {key: counts for key, counts in sums.items() if key not in refused}
+        return (await self._report(journal, first, last, rest) if rest else 0), rest.keys()
+
+    async def _refused(self, journal: str, sums: Mapping[UseKey, UseCounts]) -> set[UseKey]:
+        """Returns whose tickets the control plane refuses: one tenant's must not cost the others theirs."""
+        try:
+            await self._report(journal, _NEVER, _NEVER, sums)
+        except PermissionDeniedError:
+            keys = list(sums)
+            if len(keys) == 1:
+                return set(keys)
+            halves = keys[: len(keys) // 2], keys[len(keys) // 2 :]
+            first, second = [await self._refused(journal, {key: sums[key] for key in half}) for half in halves]
+            return first | second
+        return set()
+
+    async def _set_aside(self, path: Path, number: int, lines: Sequence[bytes]) -> None:
+        await asyncio.to_thread(journals.set_aside, path, number, lines)
+        facts = {"journal": journals.name_of(path), "number": number, "num_lines": len(lines)}
+        _log.error("records of usage were refused or cannot be read, and are set aside", extra=facts)

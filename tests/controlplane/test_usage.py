@@ -15,10 +15,11 @@ import grpc
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from dataplane import journal as journals
 from dataplane.catalog_client import CatalogClient, open_channel
 from dataplane.resolution import Resolution, Target
 from dataplane.resolve_cache import Key
-from dataplane.usage import Use, UseCounts, UseKey
+from dataplane.usage import Use, UseCounts, UseKey, summed
 from dataplane.usage_reports import UsageReporter
 from tests.fixtures.controlplane import BASE_DIGEST, CALLER, Client, World, refused
 from veneer.controlplane.v1 import nodes_pb2, tenants_pb2
@@ -183,20 +184,58 @@ async def test_a_data_plane_that_is_killed_again_and_again_loses_and_doubles_not
     assert usage.prompt_tokens == 10 * usage.requests
 
 
-async def test_a_journal_that_is_refused_is_set_aside_and_holds_up_no_other(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_record_that_is_refused_or_torn_is_set_aside_and_costs_no_other(
+    world: World, tmp_path: Path, is_lost: bool
+) -> None:
+    await world.base()
+    acme, rival, node = await world.tenant("acme"), await world.tenant("rival"), await world.node()
+    await world.publish(acme)
+    async with node_client(world, node) as client:
+        good, other = await use_of(client, acme), await use_of(client, rival, "")
+        bad, worse = good._replace(ticket="00"), other._replace(tenant="acme")
+        earlier = UsageReporter(tmp_path, client.report_usage)
+        for one in (bad, bad, good, other, worse, good):
+            earlier.add(one)
+        with earlier._journal.path.open("ab") as file:
+            file.write(b"neither a record\nnor torn\n")
+        earlier.add(good)
+        if is_lost:  # a report came through, and the process ended
+            await client.report_usage(journals.name_of(earlier._journal.path), 1, 4, summed([good, other]))
+        earlier._journal.close()
+        only_bad = UsageReporter(tmp_path, client.report_usage)
+        only_bad.add(bad)
+        only_bad._journal.close()
+
+        reporter = UsageReporter(tmp_path, client.report_usage)
+        reporter.add(worse)
+        await reporter.send()
+        for one in (bad, good):
+            reporter.add(one)
+            await reporter.send()
+        left = list(tmp_path.glob("*.journal"))
+        assert left == [reporter._journal.path]
+        await reporter.close()
+    assert [one.requests for one in await listed(acme)] == [4]
+    assert [one.requests for one in await listed(rival)] == [1]
+    aside = b"".join(path.read_bytes() for path in tmp_path.glob("*.refused"))
+    assert aside.count(b"\n") >= 3 + 2 + 1 + 2
+    assert b"neither a record\nnor torn\n" in aside
+
+
+async def test_a_journal_of_records_that_are_all_refused_goes_on_after_them(world: World, tmp_path: Path) -> None:
     await world.base()
     acme, node = await world.tenant("acme"), await world.node()
     await world.publish(acme)
     async with node_client(world, node) as client:
-        use = await use_of(client, acme)
-        for one in (use._replace(ticket="00"), use):
-            earlier = UsageReporter(tmp_path, client.report_usage)
+        good = await use_of(client, acme)
+        earlier = UsageReporter(tmp_path, client.report_usage)
+        for one in (*[good._replace(ticket="00")] * 1001, good):  # more than one report tells of
             earlier.add(one)
-            earlier._journal.close()
+        earlier._journal.close()
         reporter = UsageReporter(tmp_path, client.report_usage)
         await reporter.send()
         await reporter.close()
-    assert len(list(tmp_path.glob("*.refused"))) == 1
     assert [one.requests for one in await listed(acme)] == [1]
 
 

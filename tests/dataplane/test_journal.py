@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import pytest
@@ -22,23 +23,39 @@ def test_records_come_back_in_order_and_in_parts(tmp_path: Path) -> None:
     journal.sync()
     first, end = journals.read(journal.path, 0, max_records=3)
     rest, end = journals.read(journal.path, end, max_records=3)
-    assert [one.prompt_tokens for one in first + rest] == [0, 1, 2, 3, 4]
+    assert [line.use for line in first + rest] == [use(number) for number in range(5)]
     assert end == journal.size_bytes
     assert journals.read(journal.path, end, max_records=3) == ([], end)
     journal.close()
 
 
 @pytest.mark.parametrize("torn", [b"0", b"00000000 [", b"00000000 [1]\n", b"\xff\x00" * 40 + b"\n"])
-def test_a_torn_line_is_no_record_and_is_cut_off(tmp_path: Path, torn: bytes) -> None:
+def test_a_torn_line_is_no_record(tmp_path: Path, torn: bytes) -> None:
     journal = Journal(tmp_path)
     journal.add(use(1))
     journal.close()
     with journal.path.open("ab") as file:
         file.write(torn)
-    uses, end = journals.read(journal.path, 0, max_records=10)
-    assert uses == [use(1)]
-    assert journals.cut_tail(journal.path, end) == len(torn)
-    assert journal.path.stat().st_size == end
+    (line,), end = journals.read(journal.path, 0, max_records=10)
+    assert line.use == use(1)
+    assert journals.rest(journal.path, end) == torn
+
+
+@pytest.mark.parametrize("odd", [b"\n", b"00000000 [1]\n", b"\xff\n\x00\n", b"%08x [1]\n" % zlib.crc32(b"[1]")])
+def test_a_line_that_does_not_read_keeps_its_number_and_hides_none_behind_it(tmp_path: Path, odd: bytes) -> None:
+    journal = Journal(tmp_path)
+    journal.add(use(1))
+    with journal.path.open("ab") as file:
+        file.write(odd)
+    assert len(journals.read(journal.path, 0, max_records=10)[0]) == 1  # it may be torn: nothing says yet that more comes
+    journal.add(use(2))
+    journal.close()
+    lines, end = journals.read(journal.path, 0, max_records=10)
+    assert [line.use for line in lines] == [use(1), *[None] * odd.count(b"\n"), use(2)]
+    assert b"".join(line.raw for line in lines) == journal.path.read_bytes()
+    assert journals.rest(journal.path, end) == b""
+    first, end = journals.read(journal.path, 0, max_records=2)
+    assert first + journals.read(journal.path, end, max_records=2)[0] == lines
 
 
 def test_every_cut_of_a_journal_leaves_whole_records(tmp_path: Path) -> None:
@@ -49,9 +66,9 @@ def test_every_cut_of_a_journal_leaves_whole_records(tmp_path: Path) -> None:
     whole = journal.path.read_bytes()
     for length in range(len(whole) + 1):
         journal.path.write_bytes(whole[:length])
-        uses, end = journals.read(journal.path, 0, max_records=10)
-        assert uses == [use(number) for number in range(whole[:length].count(b"\n"))]
-        assert end == sum(len(line) for line in whole.splitlines(keepends=True)[: len(uses)])
+        lines, end = journals.read(journal.path, 0, max_records=10)
+        assert [line.use for line in lines] == [use(number) for number in range(whole[:length].count(b"\n"))]
+        assert end == sum(len(line) for line in whole.splitlines(keepends=True)[: len(lines)])
 
 
 def test_only_journals_that_nobody_writes_are_left_behind(tmp_path: Path) -> None:
@@ -59,8 +76,11 @@ def test_only_journals_that_nobody_writes_are_left_behind(tmp_path: Path) -> Non
     assert journals.left_behind(tmp_path) == []
     other.close()
     assert journals.left_behind(tmp_path) == [other.path]
-    journals.set_aside(other.path)
+    for _ in range(2):
+        journals.set_aside(other.path, 7, [b"one\n", b"two\n"])
+    other.path.unlink()
     assert journals.left_behind(tmp_path) == []
+    assert [path.read_bytes() for path in tmp_path.glob("*.refused")] == [b"one\ntwo\n"]
     journal.close()
 
 
