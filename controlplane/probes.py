@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from sqlalchemy import select, update
@@ -19,10 +22,13 @@ from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import NODE, Database, Scope, set_scope
 from controlplane.probe_report import ProbeMeasures, ProbeReport, judge
 from controlplane.settings import Settings
-from veneer.errors import NotFoundError, UnavailableError
+from veneer.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 
 _NONE = "there is no probe to take on"
-_LOOK_S = 0.05
+_RETRY_S = 5.0
+_MIN_LOOK_S = 0.05
+_MAX_LOOK_S = 1.0
+_LOOK_PART = 0.25  # of what was waited already: so much later than it could have, a publish may end
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +40,34 @@ class TakenProbe:
 
 
 class Probes:
-    """Use cases of probes. Stateless; any task may call it."""
+    """Use cases of probes. Owned by one event loop: it counts the publishes that may wait for one."""
 
     def __init__(self, database: Database, settings: Settings) -> None:
         self._database = database
         self._settings = settings
+        self._places = Counter[str]()
+
+    @contextmanager
+    def place(self, tenant: str) -> Iterator[None]:
+        """Holds a place for a publish with a probe.
+
+        Raises:
+            ResourceExhaustedError: This process has too many of the tenant, or in all.
+        """
+        for name, held in (("max_probes_per_tenant", self._places[tenant]), ("max_probes", self._places.total())):
+            limit = getattr(self._settings, name)
+            if held >= limit:
+                text = (
+                    f"{name}: {held} publishes with a probe are on their way, and {limit} are allowed at a time; try again later"
+                )
+                raise ResourceExhaustedError(text, retry_after_s=_RETRY_S)
+        self._places[tenant] += 1
+        try:
+            yield
+        finally:
+            self._places[tenant] -= 1
+            if not self._places[tenant]:
+                del self._places[tenant]
 
     async def take(self, node_id: str, digest: str) -> TakenProbe:
         """Gives a probe to a node.
@@ -105,7 +134,7 @@ class Probes:
             if waited_s > settings.probe_timeout_s:
                 within = f"data plane {probe.node} gave no answer to the probe within {settings.probe_timeout_s:g} s"
                 raise UnavailableError(f"{within}; {published}")
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(min(_MAX_LOOK_S, max(_MIN_LOOK_S, waited_s * _LOOK_PART)))
 
     async def _read(self, version: Version) -> ProbeReport:
         columns = models.versions.c

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -127,7 +127,7 @@ class Publisher:
             InvalidArgumentError: The upload or the adapter is at fault, or the request_id was used for other content.
             NotFoundError: There is no such base.
             AlreadyExistsError: The owner has published this content under another request_id.
-            ResourceExhaustedError: The owner's quota of adapters or bytes does not allow it.
+            ResourceExhaustedError: The owner's quota of adapters or bytes does not allow it, or too many wait for probes.
             AbortedError: The same request_id is being published by another process; try again.
             UnavailableError: Database, store or jail are away.
             DeadlineExceededError: A part or the check took too long.
@@ -135,6 +135,10 @@ class Publisher:
         if order.alias:
             check_alias_name(order.alias)
         _check_texts(order)
+        with self._probes.place(owner) if order.probe else nullcontext():
+            return await self._publish(owner, order, parts=parts)
+
+    async def _publish(self, owner: str, order: PublishOrder, *, parts: AsyncIterator[Part]) -> Published:
         base = await self._bases.find(order.base)
         await self._check_room(owner, order)
         limits = {CONFIG: self._settings.max_config_bytes, WEIGHTS: self._settings.max_weights_bytes}

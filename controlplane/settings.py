@@ -57,6 +57,8 @@ class Settings(BaseSettings):
         max_checks: Publish checks run at the same time.
         check_timeout_s: Longest publish check.
         part_timeout_s: Longest wait for the next part of an upload.
+        max_probes: Publishes with a probe at the same time, from the upload until the probe's end; further ones are refused.
+        max_probes_per_tenant: Of these, how many may be one tenant's.
         probe_take_s: How long a publish with a probe waits for a data plane that takes it on.
         probe_timeout_s: How long it waits for the answer in all.
         upload_timeout_s: Longest upload.
@@ -113,6 +115,8 @@ class Settings(BaseSettings):
     max_checks: Annotated[int, Field(ge=1, le=64)] = 2
     check_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
     part_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
+    max_probes: Annotated[int, Field(ge=1, le=4096)] = 64
+    max_probes_per_tenant: Annotated[int, Field(ge=1, le=4096)] = 8
     probe_take_s: Annotated[float, Field(gt=0, le=600)] = 10.0
     probe_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 90.0
     upload_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 1800.0

@@ -230,6 +230,27 @@ async def test_of_two_publishes_with_probes_the_second_does_not_take_the_alias_o
     assert await aliases(acme) == [("stable", later)]
 
 
+async def test_publishes_with_probes_are_bounded_by_tenant_and_in_all_and_others_are_not(world: World, acme: Client) -> None:
+    other, node = await world.tenant("other"), await world.node()
+    world.shorten_probes(max_probes_per_tenant=1)
+    publishing = publish(world, acme)
+    version = await asked(acme)
+    code, message = await refused(lambda: publish(world, acme, seed=2, request_id="second"))
+    assert (code, "max_probes_per_tenant: 1" in message) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+    assert (await refused(lambda: publish(world, acme)))[0] == grpc.StatusCode.RESOURCE_EXHAUSTED, "a repeat counts too"
+    world.shorten_probes(max_probes_per_tenant=8, max_probes=1)
+    code, message = await refused(lambda: publish(world, other))
+    assert (code, "max_probes: 1" in message) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+    assert (await world.publish(acme, adapter="plain", seed=4)).alias.name == "stable"
+    await do(node, version)
+    assert (await publishing).alias.arms[0].version == version
+    world.shorten_probes(max_probes=64)
+    publishing = publish(world, acme, seed=2, request_id="second", alias="stable")
+    version = await asked(acme, number=2)
+    await do(node, version)
+    assert (await publishing).alias.arms[0].version == version
+
+
 async def test_a_version_retired_while_it_is_probed_moves_nothing(world: World, acme: Client) -> None:
     node = await world.node()
     publishing = publish(world, acme)
