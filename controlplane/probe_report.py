@@ -38,6 +38,7 @@ class ProbeReport:
         num_samples: Pairs whose product was compared with a float32 reference made of the stored files.
         max_error: Largest difference from it, as a part of the reference's norm.
         tolerance: What it may be.
+        take_time_s: Unix time by the database at which the node took it on; 0: none has. Not part of the message.
     """
 
     state: ProbeState
@@ -50,6 +51,7 @@ class ProbeReport:
     num_samples: int = 0
     max_error: float = 0.0
     tolerance: float = 0.0
+    take_time_s: float = 0.0
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any] | None) -> ProbeReport | None:

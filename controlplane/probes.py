@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from sqlalchemy import select, update
+from sqlalchemy import select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
@@ -25,6 +25,7 @@ from controlplane.settings import Settings
 from veneer.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 
 _NONE = "there is no probe to take on"
+_NOW = text("SELECT extract(epoch FROM clock_timestamp())::float8")
 _RETRY_S = 5.0
 _MIN_LOOK_S = 0.05
 _MAX_LOOK_S = 1.0
@@ -57,10 +58,10 @@ class Probes:
         for name, held in (("max_probes_per_tenant", self._places[tenant]), ("max_probes", self._places.total())):
             limit = getattr(self._settings, name)
             if held >= limit:
-                text = (
+                refusal = (
                     f"{name}: {held} publishes with a probe are on their way, and {limit} are allowed at a time; try again later"
                 )
-                raise ResourceExhaustedError(text, retry_after_s=_RETRY_S)
+                raise ResourceExhaustedError(refusal, retry_after_s=_RETRY_S)
         self._places[tenant] += 1
         try:
             yield
@@ -79,7 +80,8 @@ class Probes:
             version = await _lock(connection, node_id, digest)
             if version.probe is None or version.probe.state != "ASKED" or version.probe.node or version.state != READY:
                 raise NotFoundError(_NONE)
-            await _write(connection, version, ProbeReport(state="ASKED", node=node_id))
+            now_s = (await connection.execute(_NOW)).scalar_one()
+            await _write(connection, version, ProbeReport(state="ASKED", node=node_id, take_time_s=now_s))
         return TakenProbe(version.owner, version.report.invocation_tokens)
 
     async def report(self, node_id: str, digest: str, measures: ProbeMeasures) -> ProbeReport:
@@ -98,7 +100,7 @@ class Probes:
         return judged
 
     async def again(self, version: Version) -> None:
-        """Asks for a probe anew, unless it ended meanwhile."""
+        """Asks for a probe anew, unless it ended meanwhile, or a node is busy with it and still has time."""
         columns = models.versions.c
         mine = (columns.tenant == version.owner, columns.digest == version.digest)
         async with self._database.transaction(Scope.of_tenant(version.owner)) as connection:
@@ -106,7 +108,10 @@ class Probes:
             if row is None:
                 raise NotFoundError("the version was deleted")
             found = version_of(row)
-            if found.probe is not None and found.probe.state == "ASKED":
+            if found.probe is None or found.probe.state != "ASKED":
+                return
+            now_s = (await connection.execute(_NOW)).scalar_one()
+            if not found.probe.node or now_s - found.probe.take_time_s > self._settings.probe_timeout_s:
                 await ask(connection, found)
 
     async def wait(self, version: Version, *, base: str) -> ProbeReport:

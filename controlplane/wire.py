@@ -296,7 +296,9 @@ def _report_message(version: Version) -> catalog_pb2.ArtifactReport:
     message = report_message(version.report)
     if version.probe is not None:
         state = catalog_pb2.ProbeState.Value(f"PROBE_STATE_{version.probe.state}")
-        message.probe.CopyFrom(catalog_pb2.ProbeReport(**{**dataclasses.asdict(version.probe), "state": state}))
+        fields = dataclasses.asdict(version.probe)
+        del fields["take_time_s"]
+        message.probe.CopyFrom(catalog_pb2.ProbeReport(**{**fields, "state": state}))
     return message
 
 

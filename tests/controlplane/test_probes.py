@@ -8,6 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
+from controlplane.catalog import find_version
+from controlplane.db import Scope
 from controlplane.probe_report import ProbeMeasures, judge
 from tests.fixtures.controlplane import Client, World, refused, tiny_base
 from veneer.controlplane.v1 import catalog_pb2, nodes_pb2
@@ -140,9 +142,10 @@ async def test_a_node_that_does_not_answer_is_named_and_may_not_answer_later(wor
     publishing = publish(world, acme)
     version = await asked(acme)
     await take(lost, version)
-    world.shorten_probes(probe_timeout_s=0.01)
+    world.shorten_probes(probe_timeout_s=0.0)
     code, message = await refused(publishing)
     assert (code, "gave no answer" in message) == (grpc.StatusCode.UNAVAILABLE, True)
+    assert (await refused(lambda: publish(world, acme)))[0] == grpc.StatusCode.UNAVAILABLE
     world.shorten_probes(probe_timeout_s=90.0)
     publishing = publish(world, acme)
     async with asyncio.timeout(60):
@@ -152,6 +155,19 @@ async def test_a_node_that_does_not_answer_is_named_and_may_not_answer_later(wor
     assert (await refused(report(lost, version, finite=False)))[0] == grpc.StatusCode.NOT_FOUND
     await report(other, version)
     assert (await publishing).version.report.probe.state == catalog_pb2.PROBE_STATE_PASSED
+
+
+async def test_a_repeat_of_the_publish_leaves_the_probe_to_the_node_that_is_busy_with_it(world: World, acme: Client) -> None:
+    node = await world.node()
+    publishing = publish(world, acme)
+    version = await asked(acme)
+    await take(node, version)
+    async with world.plane.database.transaction(Scope.of_tenant("acme")) as connection:
+        stored = await find_version(connection, "acme", "style", version)
+    await world.plane.publisher._probes.again(stored)
+    assert (await probe_of(acme)).node, "it is asked for anew only where the node had all the time that it may take"
+    await report(node, version)
+    assert (await publishing).alias.arms[0].version == version
 
 
 async def test_a_probe_is_one_nodes_and_only_of_its_base(world: World, acme: Client) -> None:
