@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 from dataplane.attempts import NotLoadedYetError
 from dataplane.binding import Served
 from dataplane.catalog_client import ArmOutcomes
+from dataplane.lora.holdings import TenantLimitError
 from dataplane.resolution import Answer, Resolution
 from dataplane.transfer import WithdrawnVersionError
 from veneer.errors import VeneerError
@@ -49,7 +50,7 @@ class Arm:
 
 def is_failure(error: BaseException) -> bool:
     """Whether a request that ended so was failed by the service or the version, and not by its caller or a limit."""
-    if isinstance(error, NotLoadedYetError | WithdrawnVersionError):
+    if isinstance(error, NotLoadedYetError | WithdrawnVersionError | TenantLimitError):
         return False
     if isinstance(error, VeneerError):
         return error.status in _FAILURES

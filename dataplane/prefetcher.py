@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from dataplane.attempts import NotLoadedYetError
 from dataplane.circuits import Circuit
 from dataplane.claims import Claim, Level
 from dataplane.engine.messages import Unloaded
@@ -23,7 +24,7 @@ from dataplane.lora.host_cache import HostCache, HostCacheFullError, Payer, Tena
 from dataplane.metrics import Metrics
 from dataplane.transfer import WithdrawnVersionError
 from dataplane.unloads import Unloads
-from veneer.errors import FailedPreconditionError, NotFoundError, UnavailableError, VeneerError
+from veneer.errors import FailedPreconditionError, NotFoundError, VeneerError
 
 _log = logging.getLogger(__name__)
 _RECHECK_AGAIN_S = 1.0
@@ -394,5 +395,5 @@ class Prefetcher:
 def _as_told_to(tenant: str, error: VeneerError) -> VeneerError:
     """What a tenant hears of a load that failed: another one's limit is neither its fault nor its to know."""
     if isinstance(error, TenantHostFullError | TenantHostLimitError) and error.tenant != tenant:
-        return UnavailableError("the version is not loaded yet", retry_after_s=1.0)
+        return NotLoadedYetError()
     return error

@@ -35,6 +35,7 @@ from dataplane.engine.messages import (
     Wanted,
 )
 from dataplane.engine.samples import Samples, TakeSamples
+from dataplane.lora.holdings import TenantLimitError
 from veneer import errors
 from veneer.errors import UnavailableError, VeneerError
 
@@ -263,8 +264,9 @@ class EngineClient:
                 case Tokens():
                     for delta in event.deltas():
                         self._put(delta.request_id, delta)
-                case Failed(request_id, status, message, retry_after_s):
-                    error = _STATUSES.get(status, errors.InternalError)(message, retry_after_s=retry_after_s)
+                case Failed(request_id, status, message, retry_after_s, is_tenants_limit):
+                    kind = TenantLimitError if is_tenants_limit else _STATUSES.get(status, errors.InternalError)
+                    error = kind(message, retry_after_s=retry_after_s)
                     if request_id:
                         self._put(request_id, error)
                     elif not self._started.done():

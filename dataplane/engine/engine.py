@@ -49,6 +49,7 @@ from dataplane.engine.stepping import OverlappedStepping, SerialStepping, Steppi
 from dataplane.engine.stopwatch import Stopwatch
 from dataplane.engine.unloads import Unloads
 from dataplane.lora.holdings import Holding as Held
+from dataplane.lora.holdings import TenantLimitError
 from dataplane.model.config import read_config
 from veneer.errors import VeneerError
 
@@ -339,4 +340,4 @@ def _slots(plan: Plan) -> set[int]:
 
 
 def _failed(submit: Submit, error: VeneerError) -> Failed:
-    return Failed(submit.request_id, error.status, error.message, error.retry_after_s)
+    return Failed(submit.request_id, error.status, error.message, error.retry_after_s, isinstance(error, TenantLimitError))

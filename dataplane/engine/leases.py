@@ -8,9 +8,8 @@ from typing import Protocol
 from dataplane.engine.messages import Submit
 from dataplane.engine.rank_budget import RankBudget
 from dataplane.engine.sequence import Lack, Sequence
-from dataplane.lora.holdings import Budget, Lease
+from dataplane.lora.holdings import Budget, Lease, TenantLimitError
 from kernels.rows import aligned_rank
-from veneer.errors import FailedPreconditionError
 
 
 class Adapters(Protocol):
@@ -80,11 +79,11 @@ class Leases:
         """Refuses a request whose adapter alone exceeds a limit of its tenant, as far as its size is known.
 
         Raises:
-            FailedPreconditionError: It could never run; says what it needs, what is allowed and what is used.
+            TenantLimitError: It could never run; says what it needs, what is allowed and what is used.
         """
         fault = self._fault(submit, max_rank_rows=submit.max_rank_rows, max_arena_bytes=submit.max_arena_bytes)
         if fault is not None:
-            raise FailedPreconditionError(fault)
+            raise TenantLimitError(fault)
 
     def fault_of(self, sequence: Sequence) -> str | None:
         """Returns why a sequence can never run within its tenant's limits as they are now; None when it can."""

@@ -291,13 +291,15 @@ class Tokens:
 class Failed:
     """A request ended badly; its last event.
 
-    `status` is the name of a gRPC status code; `retry_after_s` says when trying again may work, where that is known.
+    `status` is the name of a gRPC status code; `retry_after_s` says when trying again may work, where that is known;
+    `is_tenants_limit`, that it is a `TenantLimitError`.
     """
 
     request_id: str
     status: str
     message: str
     retry_after_s: float | None = None
+    is_tenants_limit: bool = False
 
 
 @dataclass(frozen=True, slots=True)

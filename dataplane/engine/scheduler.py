@@ -21,7 +21,8 @@ from dataplane.engine.prefix_cache import PrefixCache
 from dataplane.engine.requests import Requests
 from dataplane.engine.seating import Seating
 from dataplane.engine.sequence import Phase, Sequence
-from veneer.errors import FailedPreconditionError, InvalidArgumentError, Violation
+from dataplane.lora.holdings import TenantLimitError
+from veneer.errors import InvalidArgumentError, Violation
 
 
 class Scheduler:
@@ -109,7 +110,7 @@ class Scheduler:
             mask: What its grammar allows.
 
         Raises:
-            FailedPreconditionError: Its adapter alone exceeds a limit of its tenant.
+            TenantLimitError: Its adapter alone exceeds a limit of its tenant.
             InvalidArgumentError: The id is in use, or the prompt does not leave room for one token.
             ResourceExhaustedError: Too many requests wait, or it would wait longer than its deadline allows.
         """
@@ -182,7 +183,7 @@ class Scheduler:
         failed = []
         for sequence, fault in self._prefill.take_refused():
             if sequence.phase is Phase.WAITING:
-                failed.append(Failed(sequence.submit.request_id, FailedPreconditionError.status, fault))
+                failed.append(Failed(sequence.submit.request_id, TenantLimitError.status, fault, is_tenants_limit=True))
                 self._requests.end(sequence)
         return failed
 

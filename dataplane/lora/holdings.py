@@ -6,12 +6,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dataplane.lora.units import Extent
+from veneer.errors import FailedPreconditionError
 
 Place = Literal["host", "loading", "device"]
 
 
 Reason = Literal["room", "yield", "unload"]
 """Why a device copy went: for another's room, since its tenant gave way, or since the version was taken away."""
+
+
+class TenantLimitError(FailedPreconditionError):
+    """An adapter is larger than a limit of the tenant that asks for it allows: nothing is wrong with it, others may have it."""
 
 
 @dataclass(frozen=True, slots=True)

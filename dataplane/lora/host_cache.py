@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataplane.lora.eviction import Policy, Usage, Victims
-from veneer.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from dataplane.lora.holdings import TenantLimitError
+from veneer.errors import InvalidArgumentError, ResourceExhaustedError
 
 _ENDING = ".image"
 _VERSION = re.compile(r"[0-9a-z:_-]{1,160}")
@@ -38,7 +39,7 @@ class TenantHostFullError(HostCacheFullError):
         self.tenant = tenant
 
 
-class TenantHostLimitError(FailedPreconditionError):
+class TenantHostLimitError(TenantLimitError):
     """An image is larger than what its tenant may have in host memory.
 
     Attributes:

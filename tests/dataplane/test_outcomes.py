@@ -12,6 +12,8 @@ import pytest
 from dataplane.attempts import NotLoadedYetError
 from dataplane.catalog_client import ArmOutcomes
 from dataplane.fallback import FallbackMode
+from dataplane.lora.holdings import TenantLimitError
+from dataplane.lora.host_cache import TenantHostLimitError
 from dataplane.outcomes import Arm, OutcomeReporter, Outcomes, is_failure
 from dataplane.resolution import Target
 from dataplane.transfer import UnloadableVersionError, WithdrawnVersionError
@@ -51,6 +53,8 @@ def counted(stage: Stage) -> list[tuple[int, int]]:
         (errors.ResourceExhaustedError("quota"), False),
         (errors.DeadlineExceededError("x"), False),
         (NotLoadedYetError(), False),
+        (TenantLimitError("rank rows"), False),
+        (TenantHostLimitError("bytes", tenant="acme"), False),
         (WithdrawnVersionError("x"), False),
         (asyncio.CancelledError(), False),
         (GeneratorExit(), False),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dataplane.attempts import NotLoadedYetError
 from dataplane.engine.messages import Unloaded
 from dataplane.lora.host_cache import TenantHostFullError, TenantHostLimitError
 from tests.dataplane.doubles import OTHER, VERSION, until
@@ -291,7 +292,7 @@ async def test_a_tenant_reads_nothing_of_anothers_limit_that_ends_the_load_for_b
     rig.store.open.set()
     with pytest.raises(kind):
         await small.loaded
-    with pytest.raises(UnavailableError) as refused:
+    with pytest.raises(NotLoadedYetError) as refused:  # no fault of the version's
         await owner.loaded
     assert "small" not in refused.value.message
     assert refused.value.retry_after_s

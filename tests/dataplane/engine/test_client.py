@@ -11,6 +11,7 @@ import pytest
 
 from dataplane.engine.client import EngineClient
 from dataplane.engine.messages import NotFinite, Sampling, Submit
+from dataplane.lora.holdings import TenantLimitError
 from tests.dataplane.engine.serving import PROMPTS, Make, collect, idle, request, until
 from veneer.errors import (
     DeadlineExceededError,
@@ -101,6 +102,13 @@ async def test_a_deadline_ends_a_request_that_waits_for_its_adapter(started: Any
     client: EngineClient = await started()
     with pytest.raises(DeadlineExceededError):
         await collect(client, request("a", [1], version="nowhere", deadline_s=0.05))
+    await idle(client)
+
+
+async def test_a_limit_of_the_tenant_is_told_from_a_fault_of_the_version(started: Any) -> None:
+    client: EngineClient = await started()
+    with pytest.raises(TenantLimitError, match="takes 64 rank rows; its tenant may have 16 and uses 0"):
+        await collect(client, request("a", [1], version="large", rank=64, max_rank_rows=16))
     await idle(client)
 
 

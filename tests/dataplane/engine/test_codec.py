@@ -39,6 +39,7 @@ MESSAGES = [
         ((1, "stop", 4),), ((0, Logprobs(-0.5, ((5, -0.5),))),), ((0, (Logprobs(-1.0), Logprobs(-2.0))),),
     ),
     Failed("a", "INTERNAL", "two\nlines"),
+    Failed("a", "FAILED_PRECONDITION", "too large", is_tenants_limit=True),
     Wanted("v"),
     Moved("v", "device", 0.25, rank=8, size_bytes=100, epoch=3),
     Moved("v", "host", reason="room"),
