@@ -111,7 +111,8 @@ class Probes:
             if found.probe is None or found.probe.state != "ASKED":
                 return
             now_s = (await connection.execute(_NOW)).scalar_one()
-            if not found.probe.node or now_s - found.probe.take_time_s > self._settings.probe_timeout_s:
+            least_s = self._settings.probe_timeout_s - self._settings.probe_take_s  # so old it is once its publish has given up
+            if not found.probe.node or now_s - found.probe.take_time_s > least_s:
                 await ask(connection, found)
 
     async def wait(self, version: Version, *, base: str) -> ProbeReport:
