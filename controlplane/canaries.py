@@ -98,11 +98,13 @@ class Canaries:
         """
         async with self._database.transaction(Scope.of_tenant(owner)) as connection:
             canary = await _last_canary(connection, owner, adapter, alias or STABLE)
-            present = await present_alias(connection, owner, adapter, alias or STABLE)
+            if canary is not None and await _is_outrun(connection, canary):
+                await lock_adapter(connection, owner, adapter)  # else it may only have taken its next step between two looks
+                canary = await _last_canary(connection, owner, adapter, alias or STABLE)
+                if canary is not None and await _is_outrun(connection, canary):
+                    return replace(canary, state=STOPPED, reason=MOVED)  # as the conductor will note
         if canary is None:
             raise NotFoundError("there is no such canary")
-        if canary.state == RUNNING and (present is None or present.generation != canary.alias_generation):
-            return replace(canary, state=STOPPED, reason=MOVED)  # as the conductor will note
         return canary
 
     async def stop(self, owner: str, adapter: str, alias: str, *, request_id: str = "", dry_run: bool = False) -> Canary:
@@ -128,6 +130,14 @@ class Canaries:
             ended = await end_canary(connection, canary, STOPPED, _ASKED)
             await keep(connection, request, canary_to_json(ended))
         return ended
+
+
+async def _is_outrun(connection: AsyncConnection, canary: Canary) -> bool:
+    """Whether somebody else has moved the alias of a canary that runs."""
+    if canary.state != RUNNING:
+        return False
+    present = await present_alias(connection, canary.owner, canary.adapter, canary.alias)
+    return present is None or present.generation != canary.alias_generation
 
 
 async def running_canary(connection: AsyncConnection, owner: str, adapter: str, alias: str) -> Canary | None:

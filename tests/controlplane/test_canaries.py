@@ -14,6 +14,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from controlplane import aliases, canaries
 from controlplane.conductor import Conductor
 from tests.fixtures.controlplane import BASE_DIGEST, Client, World, refused, tiny_base
 from tests.fixtures.services import TestDatabase
@@ -104,6 +105,25 @@ async def test_a_good_version_goes_from_step_to_step_and_gets_all_traffic(scene:
     assert ended.HasField("end_time")
     await scene.look()
     assert await scene.canary() == ended
+
+
+async def test_a_step_that_is_taken_while_it_is_looked_at_is_no_move_of_somebody_else(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await scene.start(step(10), step(50, seconds=3600))
+    await scene.tell((20, 0), (180, 0))
+    is_first = True
+
+    async def take_a_step_first(*arguments: Any) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            await scene.look()
+        return await aliases.present_alias(*arguments)
+
+    monkeypatch.setattr(canaries, "present_alias", take_a_step_first)
+    found = await scene.canary()
+    assert (found.state, found.step) == (RUNNING, 1)
 
 
 async def test_a_step_lasts_as_long_as_it_says(scene: Scene) -> None:

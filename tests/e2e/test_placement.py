@@ -74,10 +74,11 @@ async def test_what_is_asked_for_is_located_and_staged_where_nobody_asked(
         await operator.unload(version)
 
         async def is_located() -> bool:
+            # One home is enough for a small part of all traffic, and what other tests asked for counts for minutes.
+            assert "A" in (await generate(only_second, adapter)).text
             return second.addresses.callers in await located(both, adapter)
 
         async def is_staged() -> bool:
-            # One home is enough for a small part of all traffic, and what other tests asked for counts for minutes.
             assert "A" in (await generate(only_second, adapter)).text
             return version in {held.version for held in (await operator.residency()).versions}
 

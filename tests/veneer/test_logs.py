@@ -44,3 +44,9 @@ def test_a_level_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(logging.getLogger(), "handlers", logging.getLogger().handlers[:])
     with pytest.raises(ValueError, match="LOUD"):
         configure("loud")
+
+
+def test_a_failure_that_wants_no_traceback_is_a_line_too() -> None:
+    line = record()
+    line.exc_info = False  # type: ignore[assignment]  # as `exc_info=False` of a call leaves it
+    assert "traceback" not in json.loads(JsonFormatter().format(line))
