@@ -185,15 +185,13 @@ def test_a_version_is_seen_where_it_is_and_unloaded_with_proof(veneer: Run, make
     assert version[:12] in ok(veneer("node", "residency"))
     found = json.loads(ok(veneer("node", "residency", "--json")))["versions"]
     assert {one["version"]: one["tier"] for one in found}[version] == "TIER_DEVICE"
-    ok(veneer("publish", make_folder(9), "--adapter", "outgoing", "--alias", "stable"))
-    ok(veneer("retire", "outgoing", "v1"))  # else the plan may have it brought again
-    said = ok(veneer("node", "unload", version))
-    assert "nothing is left" in said
-    assert "0 B on the device" not in said
     freed = json.loads(ok(veneer("node", "unload", version, "--json")))["freed"]
     assert min(int(freed[tier]) for tier in ("device_bytes", "host_bytes", "disk_bytes")) > 0
-    assert version[:12] not in ok(veneer("node", "residency"))
-    assert "no versions that begin with" in veneer("node", "unload", version[:12]).err
+    ok(veneer("publish", make_folder(9), "--adapter", "outgoing", "--alias", "stable"))
+    ok(veneer("retire", "outgoing", "v1"))  # the plan may have had it brought again
+    assert "nothing is left" in ok(veneer("node", "unload", version))
+    followed(lambda: version[:12] not in ok(veneer("node", "residency")))
+    followed(lambda: "no versions that begin with" in veneer("node", "unload", version[:12]).err)
 
 
 def test_a_version_is_pinned_for_a_time_and_let_go(veneer: Run, make_folder: Callable[[int], Path]) -> None:
