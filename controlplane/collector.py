@@ -3,6 +3,9 @@
 Every folder of the store has a row: in `versions` once it is published, in `uploads` before that and after its version was
 deleted. A row of `uploads` is written before the first byte, so that whatever a crash leaves behind is known; and no folder is
 ever used twice, so that a removal that comes late can only meet what was to be removed.
+
+It also drops rows that nothing can ask for any more: leases of files that ended, and what was taken of journals of use that are
+over.
 """
 
 from __future__ import annotations
@@ -36,10 +39,16 @@ _TAKE = text("""
 """)
 _LET_GO = text("DELETE FROM uploads WHERE tenant = :tenant AND folder = :folder AND taken")
 _TRIM_LEASES = text("DELETE FROM blob_leases WHERE end_time < now()")
-_LOOK = text("""
+_OLD_JOURNAL = """
+    j.end_time < now() - make_interval(secs => :journal_grace) OR EXISTS (
+        SELECT FROM nodes n WHERE n.id = j.node AND n.revoke_time < now() - make_interval(secs => :journal_grace))
+"""
+_TRIM_JOURNALS = text(f"DELETE FROM usage_journals j WHERE {_OLD_JOURNAL}")  # noqa: S608  constants
+_LOOK = text(f"""
     SELECT (SELECT count(*) FROM uploads WHERE collect_time <= now()) AS due,
-           EXISTS (SELECT FROM blob_leases WHERE end_time < now() - interval '1 hour') AS old_leases
-""")
+           EXISTS (SELECT FROM blob_leases WHERE end_time < now() - interval '1 hour') AS old_leases,
+           EXISTS (SELECT FROM usage_journals j WHERE {_OLD_JOURNAL}) AS old_journals
+""")  # noqa: S608  constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,7 @@ class Collector:
         self._leadership = Leadership(database, "collector")
         self._interval_s = settings.collect_interval_s
         self._grace_s = settings.upload_grace_s
+        self._journal_grace = {"journal_grace": settings.usage_journal_grace_s}
         self._removed = Counter("veneer_controlplane_blobs_removed", "Files removed from the store.", registry=registry)
         self._failed = Counter("veneer_controlplane_collector_failures", "Rounds that failed.", registry=registry)
         self._due = Gauge("veneer_controlplane_uploads_due", "Folders that are due to be removed.", registry=registry)
@@ -94,9 +104,9 @@ class Collector:
     async def _has_work(self) -> bool:
         with translated():
             async with self._engine.begin() as connection:
-                row = (await connection.execute(_LOOK)).one()
+                row = (await connection.execute(_LOOK, self._journal_grace)).one()
         self._due.set(row.due)
-        return bool(row.due or row.old_leases)
+        return bool(row.due or row.old_leases or row.old_journals)
 
     async def _take(self, term: Term) -> list[_Folder]:
         with translated():
@@ -105,6 +115,7 @@ class Collector:
                 rows = (await connection.execute(_TAKE, {"limit": _BATCH, "grace": self._grace_s})).all()
                 if not rows:
                     await connection.execute(_TRIM_LEASES)
+                    await connection.execute(_TRIM_JOURNALS, self._journal_grace)
         return [_Folder(row.tenant, row.folder, row.taken_before) for row in rows]
 
     async def _remove(self, folder: _Folder) -> bool:

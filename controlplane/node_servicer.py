@@ -180,6 +180,8 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
 
     async def ReportUsage(self, request: nodes_pb2.ReportUsageRequest, context: _Context) -> nodes_pb2.ReportUsageResponse:
         """See the API."""
+        if request.is_over:
+            return nodes_pb2.ReportUsageResponse(last_sequence=await self._usage.end(current_identity().key_id, request.journal))
         records = Records(request.journal, request.first_sequence, request.last_sequence)
         last = await self._usage.take(current_identity().key_id, records, [usage_entry(one) for one in request.entries])
         return nodes_pb2.ReportUsageResponse(last_sequence=last)

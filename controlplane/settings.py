@@ -76,6 +76,8 @@ class Settings(BaseSettings):
         upload_grace_s: After so long the files of an upload that was not published are removed; no publish may take longer from
             its first file in the store to its end than half of it.
         delete_grace_s: How long the files of a deleted version are kept; longer while a node may read them.
+        usage_journal_grace_s: How long it is remembered what was taken of a journal of use that its node has no more, or whose
+            node was revoked; at least an hour, since a report may be on the way.
         log_level: Least level that is logged.
     """
 
@@ -133,6 +135,7 @@ class Settings(BaseSettings):
     collect_interval_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
     upload_grace_s: Annotated[float, Field(gt=0, le=7 * 86400)] = 7200.0
     delete_grace_s: Annotated[float, Field(ge=0, le=365 * 86400)] = 3600.0
+    usage_journal_grace_s: Annotated[float, Field(ge=3600, le=365 * 86400)] = 86400.0
     log_level: str = "INFO"
 
     @field_validator("database_url")

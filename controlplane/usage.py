@@ -80,11 +80,19 @@ class UsageLedger:
         self._database = database
         self._vault = vault
 
+    async def end(self, node_id: str, journal: str) -> int:
+        """Takes nothing more of a journal, of which its node kept nothing; returns the number of the last record taken."""
+        columns = usage_journals.c
+        query = update(usage_journals).where(columns.node == uuid.UUID(node_id), columns.journal == journal)
+        ended = query.values(end_time=func.coalesce(columns.end_time, func.now())).returning(columns.last_sequence)
+        async with self._database.transaction(NODE) as connection:
+            return (await connection.execute(ended)).scalar_one_or_none() or 0
+
     async def take(self, node_id: str, records: Records, entries: Sequence[Entry]) -> int:
         """Adds what the next records of a journal say; returns the number of the last one that was added, now or before.
 
-        What does not begin right after that changes nothing, so that a report which comes twice, or whose answer was lost, is
-        added once.
+        What does not begin right after that changes nothing, nor does what comes after the journal's end, so that a report which
+        comes twice, late, or whose answer was lost, is added once.
 
         Raises:
             PermissionDeniedError: The node was not told of a version for a tenant; nothing was added then.
@@ -98,10 +106,10 @@ class UsageLedger:
         begun = insert(usage_journals).values(node=uuid.UUID(node_id), journal=records.journal, last_sequence=0)
         async with self._database.transaction(NODE) as connection:
             await connection.execute(begun.on_conflict_do_nothing())
-            locked = select(columns.last_sequence).where(*mine).with_for_update()
-            last = int((await connection.execute(locked)).scalar_one())
-            if records.first != last + 1 or records.last < records.first:
-                return last
+            locked = select(columns.last_sequence, columns.end_time).where(*mine).with_for_update()
+            last, end_time = (await connection.execute(locked)).one()
+            if end_time is not None or records.first != last + 1 or records.last < records.first:
+                return int(last)
             moved = update(usage_journals).where(*mine).values(last_sequence=records.last, update_time=func.now())
             await connection.execute(moved)
             await self._add(connection, entries)

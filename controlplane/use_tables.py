@@ -48,5 +48,6 @@ usage_journals = Table(
     Column("journal", Text, nullable=False),
     Column("last_sequence", BigInteger, nullable=False),
     Column("update_time", _TIME, nullable=False, server_default=func.now()),
+    Column("end_time", _TIME),  # since when its node has kept nothing of it
     PrimaryKeyConstraint("node", "journal"),
 )

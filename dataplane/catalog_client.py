@@ -284,13 +284,17 @@ class CatalogClient:
         }
         return Leased(shares, response.lifetime.ToMilliseconds() / 1000)
 
-    async def report_usage(self, journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts]) -> int:
+    async def report_usage(
+        self, journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts], *, is_over: bool = False
+    ) -> int:
         """Reports what the records of a journal say together; returns the last record of it that was taken, now or before.
+
+        With `is_over` nothing is taken any more, now or later.
 
         Raises:
             PermissionDeniedError: One of the tickets is not good; nothing was taken.
         """
-        request = nodes_pb2.ReportUsageRequest(journal=journal, first_sequence=first, last_sequence=last)
+        request = nodes_pb2.ReportUsageRequest(journal=journal, first_sequence=first, last_sequence=last, is_over=is_over)
         for key, counts in uses.items():
             entry = request.entries.add(**key._asdict() | counts._asdict() | {"hour": None, "ticket": bytes.fromhex(key.ticket)})
             entry.hour.seconds = key.hour

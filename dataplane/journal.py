@@ -20,6 +20,7 @@ from typing import NamedTuple
 from dataplane.usage import Use
 
 _SUFFIX = ".journal"
+_SENT = ".sent"
 
 
 class Line(NamedTuple):
@@ -79,7 +80,22 @@ def left_behind(folder: Path) -> list[Path]:
 
 def name_of(path: Path) -> str:
     """Returns the name that a journal's process drew."""
-    return path.name.removesuffix(_SUFFIX)
+    return path.stem
+
+
+def mark_sent(path: Path) -> None:
+    """Makes a journal one that is never read again, whatever happens to the machine afterwards."""
+    path.rename(path.with_suffix(_SENT))
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def sent(folder: Path) -> list[Path]:
+    """Returns what is left of the journals that were sent to their end."""
+    return list(folder.glob(f"*{_SENT}"))
 
 
 def set_aside(path: Path, number: int, lines: Iterable[bytes]) -> None:

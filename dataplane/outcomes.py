@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -27,6 +28,8 @@ _MAX_ARMS = 10_000
 _MAX_COUNT = 10_000_000
 _MAX_BATCH = 1000
 _MAX_PAUSE_S = 5.0
+_GIVE_UP_S = 12 * 3600.0
+"""After so long a batch is not told any more; the control plane remembers it twice as long."""
 
 
 class _Part(Protocol):
@@ -102,7 +105,7 @@ class Outcomes:
     """Counts that were not told yet. Owned by the event loop.
 
     Attributes:
-        num_lost: Requests that were not counted, since too many arms waited to be told.
+        num_lost: Requests that were not counted, since too many arms waited to be told, or too long.
     """
 
     def __init__(self) -> None:
@@ -152,12 +155,14 @@ class OutcomeReporter:
     """Tells the counts, each batch until it is answered. Owned by the event loop; `run` is its one task.
 
     One batch is on the way at a time, with a number that only it has, so that the control plane adds it once however often it
-    comes. What a process that is killed did not get an answer to is lost, or was counted; never twice.
+    comes. What a process that is killed did not get an answer to is lost, or was counted; never twice. So is a batch that has
+    waited for an answer for longer than the control plane may remember it.
 
     Args:
         outcomes: The counts.
         send: Tells a batch: start of this process, number, counts.
         interval_s: Time between batches.
+        clock: Seconds that also pass while the machine sleeps.
     """
 
     def __init__(
@@ -166,8 +171,11 @@ class OutcomeReporter:
         send: Callable[[str, int, Sequence[ArmOutcomes]], Awaitable[None]],
         *,
         interval_s: float = 1.0,
+        clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
     ) -> None:
         self._outcomes = outcomes
+        self._clock = clock
+        self._since_s = 0.0
         self._send = send
         self._interval_s = interval_s
         self._epoch = str(uuid.uuid4())
@@ -193,12 +201,22 @@ class OutcomeReporter:
         Raises:
             VeneerError: The control plane did not take it; the batch is kept as it is.
         """
+        self._give_up()
         while self._batch or self._next_batch():
             await self._send(self._epoch, self._sequence, self._batch)
             self._batch = []
+
+    def _give_up(self) -> None:
+        if not self._batch or self._clock() - self._since_s < _GIVE_UP_S:
+            return
+        num_lost = sum(one.ok + one.failed for one in self._batch)
+        _log.error("outcomes could not be told for too long, and are lost", extra={"num_requests": num_lost})
+        self._outcomes.num_lost += num_lost
+        self._batch = []
 
     def _next_batch(self) -> bool:
         self._batch = self._outcomes.take()
         if self._batch:
             self._sequence += 1
+            self._since_s = self._clock()
         return bool(self._batch)

@@ -27,7 +27,7 @@ class Report(Protocol):
     """Tells the control plane of records; see `dataplane.catalog_client`."""
 
     async def __call__(  # noqa: D102
-        self, journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts], /
+        self, journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts], /, *, is_over: bool = False
     ) -> int: ...
 
 
@@ -53,7 +53,8 @@ class UsageReporter:
     A report says which records it sums up; the control plane takes it only when it begins right after the last one that it took,
     and answers with that. So what is sent twice, or whose answer is lost, counts once, and the next report goes on from there.
     Records whose tickets are refused, and lines that do not read, are left out of reports and set aside; their numbers are
-    passed over.
+    passed over. What was sent to its end stays, under another name, until the control plane knows
+    that nothing more will come of it.
 
     Args:
         folder: Where journals lie.
@@ -102,6 +103,9 @@ class UsageReporter:
         self._place = await self._send(self._journal.path, self._place)
         if self._journal.size_bytes > _MAX_BYTES and self._place.offset == self._journal.size_bytes:
             self._begin_anew()
+        for path in await asyncio.to_thread(journals.sent, self._folder):
+            await self._report(journals.name_of(path), _NEVER, _NEVER, {}, is_over=True)
+            await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def close(self) -> None:
         """Ends the journal, after a last try to send it; what could not be sent the next process sends."""
@@ -119,7 +123,7 @@ class UsageReporter:
         self._place = _Place()
 
     async def _send_left(self, path: Path) -> None:
-        """Sends a journal to which nobody writes any more, and removes it."""
+        """Sends a journal to which nobody writes any more; it is not read again then."""
         place = await self._send(path, _Place())
         torn = await asyncio.to_thread(journals.rest, path, place.offset)
         if b"\n" in torn:  # a line that was torn has no end
@@ -127,7 +131,7 @@ class UsageReporter:
         elif torn:
             facts = {"journal": journals.name_of(path), "size_bytes": len(torn)}
             _log.warning("a torn line was cut off a journal", extra=facts)
-        await asyncio.to_thread(path.unlink)
+        await asyncio.to_thread(journals.mark_sent, path)
 
     async def _send(self, path: Path, place: _Place) -> _Place:
         """Sends a journal's records from there on; returns how far it came."""

@@ -63,6 +63,38 @@ def count(database: TestDatabase, table: str) -> int:
     return int(row[0])
 
 
+async def test_what_was_taken_of_a_journal_is_forgotten_only_when_nothing_of_it_can_come(
+    world: World, collector: Collector, database: TestDatabase
+) -> None:
+    await world.base()
+    kept, gone = await world.node("kept"), await world.node("gone")
+    ages = {"running": None, "just": "1 hour", "over": "25 hours"}
+    with database.connect() as connection:
+        nodes = dict(connection.execute("SELECT name, id FROM nodes").fetchall())
+        for name, age in ages.items():
+            connection.execute(
+                "INSERT INTO usage_journals (node, journal, last_sequence, update_time, end_time) "
+                "VALUES (%s, %s, 1, now() - interval '1 year', now() - %s::interval)",
+                (nodes["kept"], name, age),
+            )
+        connection.execute(
+            "INSERT INTO usage_journals (node, journal, last_sequence) VALUES (%s, 'revoked', 1)", (nodes["gone"],)
+        )
+
+    def left() -> set[str]:
+        with database.connect() as connection:
+            return {row[0] for row in connection.execute("SELECT journal FROM usage_journals").fetchall()}
+
+    await world.operator.nodes.RevokeNode(nodes_pb2.RevokeNodeRequest(id=str(nodes["gone"])))
+    await collector.collect()
+    assert left() == {"running", "just", "revoked"}
+    with database.connect() as connection:
+        connection.execute("UPDATE nodes SET revoke_time = now() - interval '25 hours' WHERE revoke_time IS NOT NULL")
+    await collector.collect()
+    assert left() == {"running", "just"}
+    assert kept.secret != gone.secret
+
+
 class Crash(BaseException):
     """The process ended here."""
 

@@ -129,11 +129,13 @@ async def test_lost_answers_and_a_control_plane_that_is_away_lose_and_double_not
         use = await use_of(client, acme)
         fates = iter(["lost", "away", "fine", "lost"])
 
-        async def report(journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts], /) -> int:
+        async def report(
+            journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts], /, *, is_over: bool = False
+        ) -> int:
             fate = next(fates, "fine")
             if fate == "away":
                 raise UnavailableError("away")
-            taken = await client.report_usage(journal, first, last, uses)
+            taken = await client.report_usage(journal, first, last, uses, is_over=is_over)
             if fate == "lost":
                 raise UnavailableError("lost")
             return taken
@@ -182,6 +184,42 @@ async def test_a_data_plane_that_is_killed_again_and_again_loses_and_doubles_not
     (usage,) = await listed(acme)
     assert noted <= usage.requests <= noted + len(kills)  # a kill may come between a record and the child's word of it
     assert usage.prompt_tokens == 10 * usage.requests
+
+
+async def test_a_journal_that_is_over_takes_no_report_that_comes_late(world: World, tmp_path: Path) -> None:
+    await world.base()
+    acme, node = await world.tenant("acme"), await world.node()
+    await world.publish(acme)
+    async with node_client(world, node) as client:
+        use = await use_of(client, acme)
+        folder, fates = tmp_path / "usage", iter(["fine", "lost", "away"])
+
+        async def report(
+            journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts], /, *, is_over: bool = False
+        ) -> int:
+            fate = next(fates) if is_over or uses else "fine"
+            taken = 0 if fate == "away" else await client.report_usage(journal, first, last, uses, is_over=is_over)
+            if fate != "fine":
+                raise UnavailableError(fate)
+            return taken
+
+        earlier = UsageReporter(folder, report)
+        earlier.add(use)
+        earlier._journal.close()
+        name = journals.name_of(earlier._journal.path)
+        reporter = UsageReporter(folder, report)
+        for _ in range(2):  # that it is over is not heard of the first time, as far as its node knows
+            with pytest.raises(UnavailableError):
+                await reporter.send()
+            assert {path.suffix for path in folder.iterdir()} == {".journal", ".sent"}
+        fates = iter(["fine"])
+        await reporter.send()
+        assert [path.suffix for path in folder.iterdir()] == [".journal"]
+        for first, last in ((1, 1), (2, 2)):
+            assert await client.report_usage(name, first, last, summed([use])) == 1
+        assert await client.report_usage("f" * 32, 10**12, 10**12, {}, is_over=True) == 0  # of which nothing was ever told
+        await reporter.close()
+    assert [one.requests for one in await listed(acme)] == [1]
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -172,6 +172,22 @@ async def test_a_batch_goes_as_it_is_until_it_is_taken_and_the_next_one_after_it
     assert [(one.ok, one.failed) for _, _, batch in plane.batches[2:] for one in batch] == [(1, 0), (0, 2)]
 
 
+async def test_a_batch_that_waited_for_longer_than_it_is_remembered_is_lost_and_the_next_one_is_told() -> None:
+    outcomes, plane, now = Outcomes(), Plane(errors.UnavailableError("away"), errors.UnavailableError("away")), [0.0]
+    reporter = OutcomeReporter(outcomes, plane.take, clock=lambda: now[0])
+    outcomes.count(ARM, is_ok=True)
+    for hours in (0, 11):
+        now[0] = hours * 3600
+        with suppress(VeneerError):
+            await reporter.flush()
+    outcomes.count(ARM, is_ok=False)
+    now[0] = 13 * 3600
+    await reporter.flush()
+    assert [sequence for _, sequence, _ in plane.batches] == [1, 1, 2]
+    assert [(one.ok, one.failed) for _, _, batch in plane.batches[2:] for one in batch] == [(0, 1)]
+    assert outcomes.num_lost == 1
+
+
 async def test_each_start_has_an_epoch_of_its_own_and_batches_are_bounded() -> None:
     outcomes, plane = Outcomes(), Plane()
     for place in range(2_500):
