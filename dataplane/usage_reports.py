@@ -136,10 +136,15 @@ class UsageReporter:
     async def _send(self, path: Path, place: _Place) -> _Place:
         """Sends a journal's records from there on; returns how far it came."""
         while True:
-            lines, end = await asyncio.to_thread(journals.read, path, place.offset, max_records=_BATCH)
+            num_known = place.taken - place.sequence
+            batch = _BATCH if num_known <= 0 else min(_BATCH, num_known)
+            lines, end = await asyncio.to_thread(journals.read, path, place.offset, max_records=batch)
             if not lines:
                 return place
-            place = await self._send_lines(path, place, lines, end)
+            if num_known > 0:  # an earlier report told of these
+                place = _Place(end, place.sequence + len(lines), place.taken)
+            else:
+                place = await self._send_lines(path, place, lines, end)
 
     async def _send_lines(self, path: Path, place: _Place, lines: Sequence[Line], end: int) -> _Place:
         """Sends these lines, which begin there, but for those that are not wanted; returns how far it came."""
@@ -153,10 +158,7 @@ class UsageReporter:
             return _Place(end, last, taken)
         if taken <= place.taken:
             raise OSError(f"the control plane knows {taken} records of a journal that was sent to {place.taken}")
-        if taken <= place.sequence:
-            return replace(place, taken=taken)
-        lines, end = await asyncio.to_thread(journals.read, path, place.offset, max_records=taken - place.sequence)
-        return _Place(end, place.sequence + len(lines), taken)
+        return replace(place, taken=taken)
 
     async def _tell(self, journal: str, first: int, last: int, lines: Sequence[Line]) -> tuple[int, AbstractSet[UseKey]]:
         """Reports what the control plane takes of these lines; returns what it took last, and which of them it wants."""

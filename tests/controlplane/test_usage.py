@@ -277,6 +277,25 @@ async def test_a_journal_of_records_that_are_all_refused_goes_on_after_them(worl
     assert [one.requests for one in await listed(acme)] == [1]
 
 
+async def test_a_journal_that_is_longer_than_a_report_goes_on_where_an_earlier_process_was(world: World, tmp_path: Path) -> None:
+    await world.base()
+    acme, node = await world.tenant("acme"), await world.node()
+    await world.publish(acme)
+    async with node_client(world, node) as client:
+        use = await use_of(client, acme)
+        earlier = UsageReporter(tmp_path, client.report_usage)
+        for _ in range(1500):
+            earlier.add(use)
+        for first, last in ((1, 700), (701, 1300)):  # its reports end elsewhere than those of the next process
+            sums = summed([use] * (last - first + 1))
+            assert await client.report_usage(journals.name_of(earlier._journal.path), first, last, sums) == last
+        earlier._journal.close()
+        reporter = UsageReporter(tmp_path, client.report_usage)
+        await reporter.send()
+        await reporter.close()
+    assert [one.requests for one in await listed(acme)] == [1500]
+
+
 async def test_usage_is_read_by_adapter_and_hour_or_day_in_pages_by_its_tenant_alone(world: World, tmp_path: Path) -> None:
     await world.base()
     acme, rival, node = await world.tenant("acme"), await world.tenant("rival"), await world.node()
