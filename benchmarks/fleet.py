@@ -250,7 +250,8 @@ class Fleet:
                 raise failure
         start_s, start, loads_before = begun[0]
         tokens = sum(start_s < moment <= end_s for moment in self.times_s)
-        hits, misses = end.device_hits - start.device_hits, end.host_hits - start.host_hits
+        hits = end.device_hits - start.device_hits
+        misses = end.host_hits - start.host_hits + end.disk_hits - start.disk_hits
         return Fed(
             tokens_per_s=tokens / (end_s - start_s),
             loads=num_loads - loads_before,

@@ -133,7 +133,7 @@ def measure_copy(images: ImageFolder, *, count: int) -> list[Row]:
     try:
         for turn, (place, number) in itertools.product(range(4), enumerate(numbers)):
             version, path = images.version(number), images.path(number)
-            if not adapters.was_staged(version):
+            if adapters.place_of(version) == "store":
                 adapters.stage(version, str(path))
             payload = open_image(path).payload
             size = payload.size

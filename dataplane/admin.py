@@ -122,8 +122,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             engine=_engine_state(state, disk_bytes=self._cache.num_bytes, unloading=self._unloads.num_pending),
             device_hits=state.device_hits,
             host_hits=state.host_hits,
+            disk_hits=state.disk_hits,
             store_loads=state.store_loads,
             mean_store_load_s=self._metrics.mean_load_s("store", "host"),
+            mean_disk_load_s=self._metrics.mean_load_s("disk", "host"),
             mean_device_load_s=self._metrics.mean_load_s("host", "device"),
             failing=map(_failing, self._unloader.circuits()),
             tenants=[

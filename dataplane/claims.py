@@ -8,7 +8,7 @@ from typing import Literal
 
 from veneer.errors import VeneerError
 
-Level = Literal["device", "host", "store"]
+Level = Literal["device", "host", "disk", "store"]
 
 
 class Claim:
@@ -22,7 +22,8 @@ class Claim:
 
     Attributes:
         tenant: Whose request it is; empty for nobody in particular.
-        level: Where the version was when the request came: on the `device`, in `host` memory, or in the `store` alone.
+        level: Where the version was when the request came: on the `device`, in `host` memory, on the `disk` as an image file that
+            the engine was not told of, or in the `store` alone.
         loaded: Done when the image (or a device copy) is there; its exception says why it cannot be had.
         placed: Done when a device copy is there.
         lost: Why the image cannot be had any more although it was there.

@@ -244,7 +244,7 @@ class Metrics:
         self._load_cancellations.inc()
 
     def first_token(self, level: str, seconds: float) -> None:
-        """The first token of a request came, whose version was on the `device`, in `host` memory, or in the `store` alone."""
+        """The first token of a request came, whose version was on the `device`, in `host` memory, on `disk` or in the `store`."""
         self._cold_first_token.labels(level).observe(seconds)
 
     def evicted(self, level: str, reason: str) -> None:
@@ -322,10 +322,7 @@ class Metrics:
         self._lora_info.clear()
         names = ",".join(holding.version for holding in on_device[: self._max_versions])
         self._lora_info.labels(max_slots, names, ",".join(waiting[: self._max_versions])).set(time.time())
-        for level, count in (("device", state.device_hits), ("host", state.host_hits), ("store", state.store_loads)):
-            self._totals.show(self._hits.labels(level), count)
-        self._totals.show(self._misses.labels("device"), state.host_hits + state.store_loads)
-        self._totals.show(self._misses.labels("host"), state.store_loads)
+        self._show_tiers(state)
         self._resident_bytes.labels("device").set(state.arena_bytes_used)
         self._resident_bytes.labels("host").set(state.host_bytes)
         self._resident_bytes.labels("kv").set(state.kv_pages_kept * state.kv_page_bytes)
@@ -336,6 +333,16 @@ class Metrics:
             known = self._engine_seconds_seen.get(part, 0.0)
             self._engine_seconds.labels(part).inc(seconds - known if seconds >= known else seconds)
             self._engine_seconds_seen[part] = seconds
+
+    def _show_tiers(self, state: State) -> None:
+        """A request that found its version in one tier looked in vain in all above it."""
+        hits = {"device": state.device_hits, "host": state.host_hits, "disk": state.disk_hits, "store": state.store_loads}
+        missed = sum(hits.values())
+        for level, count in hits.items():
+            self._totals.show(self._hits.labels(level), count)
+            missed -= count
+            if level != "store":
+                self._totals.show(self._misses.labels(level), missed)
 
     def show_held(self, tiers: Mapping[str, int], *, disk_bytes: int, unloading: int) -> None:
         """Shows how many versions each tier holds, the bytes of image files, and how many versions are being let go."""

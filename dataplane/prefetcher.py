@@ -115,7 +115,8 @@ class Prefetcher:
             max_bytes: What the images that the tenant pays for may take together; 0 for no limit.
         """
         self._cache.hold(version, Payer(tenant, max_bytes) if tenant else None)
-        level: Level = "device" if version in self._on_device else "host" if version in self._cache else "store"
+        below: Level = "host" if version in self._staged else "disk"
+        level: Level = "device" if version in self._on_device else below if version in self._cache else "store"
         claim = Claim(
             lambda given, is_expected: self._release(version, given, is_expected=is_expected),
             settle=lambda given: self._settle(version, given),

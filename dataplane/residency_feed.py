@@ -149,6 +149,9 @@ class ResidencyFeed:
                 leases=0,
                 epoch=event.epoch,
             )
+        elif event.place == "opened":
+            held = known or Held(version, "host")
+            self._engine[version] = replace(held, rank=event.rank, size_bytes=event.size_bytes)
         elif event.place == "host" and known is not None:
             self._engine[version] = replace(known, tier="host", leases=0)
         else:

@@ -233,7 +233,9 @@ class EngineSupervisor:
             self._events.want(event.version)
 
     def _on_moved(self, event: Moved) -> None:
-        if self._events is not None:
+        if event.place == "opened":
+            self._metrics.loaded("disk", "host", event.seconds)
+        elif self._events is not None:
             self._events.moved(event.version, event.place, seconds=event.seconds, reason=event.reason)
         if self._watcher is not None:
             self._watcher.moved(event)

@@ -105,7 +105,7 @@ class Screen:
     def engine_table(self, residency: admin_pb2.GetResidencyResponse, *, start: Holdings, end: Holdings) -> None:
         """Writes what the engine counted, and what it holds now beside what it held at the start."""
         engine = residency.engine
-        requests = residency.device_hits + residency.host_hits + residency.store_loads
+        requests = residency.device_hits + residency.host_hits + residency.disk_hits + residency.store_loads
         table = Table(title="Engine", title_justify="left", show_header=False, box=SIMPLE_HEAD, pad_edge=False)
         rows = {
             "most adapters in one step": f"{engine.max_adapters_in_step}",
@@ -114,8 +114,10 @@ class Screen:
             "tokens out per step, on average": f"{_ratio(engine.generated_tokens, engine.steps):.1f}",
             "adapter found on the device": _share(residency.device_hits, requests),
             "adapter found in host memory": _share(residency.host_hits, requests),
+            "adapter found on the disk": _share(residency.disk_hits, requests),
             "adapter loaded from the store": _share(residency.store_loads, requests),
-            "cold load, store to host": f"{residency.mean_store_load_s * 1000:.0f} ms on average",
+            "cold load, store to disk": f"{residency.mean_store_load_s * 1000:.0f} ms on average",
+            "cold load, disk to host": f"{residency.mean_disk_load_s * 1000:.1f} ms on average",
             "cold load, host to device": f"{residency.mean_device_load_s * 1000:.1f} ms on average",
             "KV pages in use": f"{end.kv_pages} (at the start {start.kv_pages}) of {engine.kv_pages_total}",
             "leases held": f"{end.leases} (at the start {start.leases})",

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import Fail, Moved, Wanted
@@ -65,6 +66,7 @@ class DeviceAdapters:
             policy=Recency() if config.eviction == "lru" else None,
         )
         self._images: dict[str, HostImage] = {}
+        self._mapped: set[str] = set()
         self._asked: set[str] = set()
         self._wanted: frozenset[str] = frozenset()
         self._staged: dict[str, int] = {}
@@ -178,6 +180,7 @@ class DeviceAdapters:
             freed = self.residency.unstage(version, drop_device=drop_device)
         self._clear(freed)
         self._asked.discard(version)
+        self._mapped.discard(version)
         return 0 if opened is None else opened.num_bytes
 
     @property
@@ -190,9 +193,11 @@ class DeviceAdapters:
         """Whether an image of the version is known in host memory."""
         return version in self._images
 
-    def was_staged(self, version: str) -> bool:
-        """Whether an image of the version was said to be in host memory, opened already or not."""
-        return version in self._staged
+    def place_of(self, version: str) -> Literal["host", "disk", "store"]:
+        """Returns where the image of a version is, whatever the device has: mapped, as `settle` told, or a file, or not here."""
+        if version in self._mapped and version in self._images:
+            return "host"
+        return "disk" if version in self._staged else "store"
 
     def poke(self) -> None:
         """Lets the copying thread look for work: something is wanted, or room came free."""
@@ -213,10 +218,7 @@ class DeviceAdapters:
             done = self._done.get()
             if isinstance(done, _Copied):
                 self._publish(done, notes)
-            else:
-                if isinstance(done, Fail) or (isinstance(done, Moved) and done.place == "corrupt"):
-                    self._images.pop(done.version, None)
-                    self._asked.discard(done.version)
+            elif self._hear(done):
                 notes.append(done)
         missing = self.residency.missing()
         for version in missing:
@@ -233,6 +235,18 @@ class DeviceAdapters:
         self._stopping = True
         self._work.put(None)
         self._thread.join(timeout=30)
+
+    def _hear(self, note: Note) -> bool:
+        """Notes what the copying thread says of an image; returns whether it still holds."""
+        if isinstance(note, Moved) and note.place == "opened":
+            if note.version not in self._images:  # taken away meanwhile
+                return False
+            self._mapped.add(note.version)
+        elif isinstance(note, Fail) or (isinstance(note, Moved) and note.place == "corrupt"):
+            self._images.pop(note.version, None)
+            self._mapped.discard(note.version)
+            self._asked.discard(note.version)
+        return True
 
     def _publish(self, done: _Copied, notes: list[Note]) -> None:
         plan = done.plan
@@ -298,6 +312,7 @@ class DeviceAdapters:
                 unopened[version] = path, number
 
     def _open(self, version: str, path: Path, number: int) -> None:
+        started = time.monotonic()
         try:
             opened = HostImage(path, version=version, dtype=self._config.arena_dtype, check=self._check)
             image = opened.image()
@@ -311,7 +326,8 @@ class DeviceAdapters:
             self._report(Fail(version, error.status, error.message))
         else:
             self._opened.put(version)
-            self._wake.set()
+            seconds, size_bytes = time.monotonic() - started, sum(image.block_bytes)
+            self._report(Moved(version, "opened", seconds, rank=image.rank, size_bytes=size_bytes))
 
     def _check(self, image: Image) -> None:
         self._arena.check(image)

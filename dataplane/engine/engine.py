@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -118,7 +119,7 @@ class Engine:
         self._stopping = False
         self._steps = self._generated = self._mixed_steps = 0
         self._max_adapters = self._max_rows = 0
-        self._device_hits = self._host_hits = self._store_loads = 0
+        self._found: Counter[str] = Counter()
         how = "each planned while the one before runs" if config.overlaps_steps else "one after the other"
         form = f"{'form':<16}{self._runner.form}, on {config.device}"
         lines = (*memory.lines(available), huge_pages_line(), form, f"{'steps':<16}{how}")
@@ -269,12 +270,9 @@ class Engine:
             events.append(_failed(submit, error))
             return
         if submit.version is not None:
-            if self._adapters.want(submit.version, submit.tenant, weight=submit.weight, max_bytes=submit.max_arena_bytes):
-                self._device_hits += 1
-            elif self._adapters.was_staged(submit.version):
-                self._host_hits += 1
-            else:
-                self._store_loads += 1
+            place = self._adapters.place_of(submit.version)
+            on_device = self._adapters.want(submit.version, submit.tenant, weight=submit.weight, max_bytes=submit.max_arena_bytes)
+            self._found["device" if on_device else place] += 1
 
     def _hand_over_orders(self, plan: Plan) -> None:
         """Lets the step take the samples that are asked of versions that it serves: their slots stay while it runs."""
@@ -320,9 +318,10 @@ class Engine:
             max_rows_in_step=self._max_rows,
             mixed_steps=self._mixed_steps,
             generated_tokens=self._generated,
-            device_hits=self._device_hits,
-            host_hits=self._host_hits,
-            store_loads=self._store_loads,
+            device_hits=self._found["device"],
+            host_hits=self._found["host"],
+            disk_hits=self._found["disk"],
+            store_loads=self._found["store"],
             evictions=residency.counters.evictions,
             holdings=tuple(map(self._holding, holdings)),
             seconds=(*self._watch.seconds.items(), *self._runner.watch.seconds.items()),

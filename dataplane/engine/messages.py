@@ -315,16 +315,17 @@ class Moved:
 
     Attributes:
         version: The version.
-        place: `device`; `host` when it lost its device copy; `corrupt` when its image was refused.
-        seconds: Time that the copy took; 0 for what lost its own.
+        place: `device`; `host` when it lost its device copy; `opened` when its image was read from the disk, checked and mapped;
+            `corrupt` when that was refused.
+        seconds: Time that the copy, or reading and checking, took; 0 for what lost its copy.
         reason: Why it lost it: for `room`, or to `yield` to a tenant below its share.
-        rank: Largest rank of what came to the device.
+        rank: Largest rank of what came to the device, or was opened.
         size_bytes: Bytes of its image.
         epoch: Number of its load.
     """
 
     version: str
-    place: Literal["device", "host", "corrupt"]
+    place: Literal["device", "host", "opened", "corrupt"]
     seconds: float = 0.0
     reason: Literal["room", "yield", ""] = ""
     rank: int = 0
@@ -385,8 +386,10 @@ class State:
     `queue_counts` are requests that ran for the first time, by how long they had waited (see `queue_times`), `queue_seconds` the
     sum of that; `rank_row_counts` are steps by how many rank rows they walked (see `step_rows`), `rank_rows` the sum of those.
 
-    `host_bytes` are those of mapped images. `kv_pages_kept` are free pages whose contents can be shared, `kv_page_bytes` the
-    bytes of one; `prefix_queries` and `prefix_hits` count prompt tokens that were looked up, and found, in the prefix cache.
+    `device_hits`, `host_hits`, `disk_hits` and `store_loads` are requests by where they found their version: on the device,
+    mapped in host memory, as an image file that was not opened yet, or nowhere here. `host_bytes` are those of mapped images.
+    `kv_pages_kept` are free pages whose contents can be shared, `kv_page_bytes` the bytes of one; `prefix_queries` and
+    `prefix_hits` count prompt tokens that were looked up, and found, in the prefix cache.
     `seconds` says where the loop's time went since start: to `receive` commands, `schedule`, `run` (of which `fill`, `forward`
     and `sample` are parts), `commit` and `emit`.
     """
@@ -420,6 +423,7 @@ class State:
     rank_rows: int = 0
     kv_page_bytes: int = 0
     host_bytes: int = 0
+    disk_hits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

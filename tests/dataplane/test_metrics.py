@@ -150,11 +150,12 @@ def test_prefix_counters_grow_over_a_restart_of_the_engine() -> None:
 def test_a_request_that_finds_its_version_in_one_place_missed_it_in_all_before() -> None:
     registry = CollectorRegistry()
     metrics = Metrics(registry, base_name="smol")
-    for device, host, store in ((7, 3, 2), (8, 3, 2), (1, 0, 1)):  # the last by an engine that was started anew
-        state = replace(STATE, device_hits=device, host_hits=host, store_loads=store)
+    for device, host, disk, store in ((7, 3, 4, 2), (8, 3, 5, 2), (1, 0, 0, 1)):  # the last by an engine that was started anew
+        state = replace(STATE, device_hits=device, host_hits=host, disk_hits=disk, store_loads=store)
         metrics.show_engine(state, page_size=16, max_slots=40)
     for name, level, count in (
-        ("hits", "device", 9), ("hits", "host", 3), ("hits", "store", 3), ("misses", "device", 6), ("misses", "host", 3)
+        ("hits", "device", 9), ("hits", "host", 3), ("hits", "disk", 5), ("hits", "store", 3),
+        ("misses", "device", 11), ("misses", "host", 8), ("misses", "disk", 3), ("misses", "store", None),
     ):  # fmt: skip
         assert registry.get_sample_value(f"veneer_adapter_{name}_total", {"level": level}) == count
 

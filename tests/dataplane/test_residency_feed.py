@@ -71,6 +71,16 @@ async def test_a_reader_hears_only_what_changed_each_version_once_as_it_is_now()
     assert (again.held, again.gone, again.is_snapshot) == ((), (), False)
 
 
+async def test_an_image_that_was_opened_lies_in_host_memory_unless_the_device_has_it() -> None:
+    made = feed(Files(a=120))
+    made.touch(["a"])
+    for event, tier in ((Moved("a", "opened", rank=8, size_bytes=100), "host"), (Moved("a", "device", size_bytes=100), "device")):
+        made.moved(event)
+        assert [(one.tier, one.size_bytes) for one in made.read(None).held] == [(tier, 100)]
+    made.moved(Moved("a", "opened", rank=8, size_bytes=100))
+    assert [one.tier for one in made.read(None).held] == ["device"]
+
+
 async def test_what_a_version_loses_in_fp8_stays_known_when_it_moves() -> None:
     made = feed()
     made.show([Holding("a", "loading", 8, 100, 0, 0, loss=0.04, loss_at="layers.0.mlp.down_proj")])

@@ -86,8 +86,9 @@ class Rig:
         self.errors: list[VeneerError] = []
         self.heard: list[tuple[Any, ...]] = []
         self.reported: list[str] = []
+        self.metrics = make_metrics()
         self.supervisor = EngineSupervisor(
-            self.make, metrics=make_metrics(), report_not_finite=self.report, check_s=0.001, hang_s=7.0
+            self.make, metrics=self.metrics, report_not_finite=self.report, check_s=0.001, hang_s=7.0
         )
         self.supervisor.attach(self)
 
@@ -166,6 +167,17 @@ async def test_who_watches_hears_of_every_state_and_move_and_of_the_engines_end(
     client.on_unloaded(Unloaded(VERSION, came_back=True))
     client.die()
     assert watcher.heard == [("show", VERSION), ("moved", VERSION), ("unloaded", VERSION), ("lost",)]
+
+
+async def test_reading_an_image_from_the_disk_is_a_hop_of_its_own(rig: Rig) -> None:
+    watcher = Watcher()
+    rig.supervisor.attach(rig, watcher)
+    assert rig.clients[0].on_moved is not None
+    for seconds in (0.5, 0.25):
+        rig.clients[0].on_moved(Moved(VERSION, "opened", seconds, rank=8, size_bytes=100))
+    assert rig.metrics.mean_load_s("disk", "host") == 0.375
+    assert watcher.heard == [("moved", VERSION)] * 2
+    assert ("moved", VERSION) not in [call[:2] for call in rig.heard]
 
 
 async def test_without_an_engine_nothing_of_a_version_is_left_to_unload(rig: Rig) -> None:

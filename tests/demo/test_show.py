@@ -42,15 +42,16 @@ def test_the_closing_table_keeps_every_column_at_any_width(width: int) -> None:
 
 def test_the_engine_table_counts_hits_of_every_tier() -> None:
     output = io.StringIO()
-    residency = admin_pb2.GetResidencyResponse(device_hits=6, host_hits=3, store_loads=1, mean_store_load_s=0.25)
+    residency = admin_pb2.GetResidencyResponse(device_hits=6, host_hits=2, disk_hits=1, store_loads=1, mean_store_load_s=0.25)
     residency.engine.max_adapters_in_step = 3
     start = Holdings(requests=0, kv_pages=0, leases=0, arena_bytes=4096, tasks=27)
     Screen(Console(file=output, width=140)).engine_table(residency, start=start, end=start)
     shown = " ".join(output.getvalue().split())
     assert "found on the device 6 of 10 requests (60%)" in shown
-    assert "in host memory 3 of 10 requests (30%)" in shown
+    assert "in host memory 2 of 10 requests (20%)" in shown
+    assert "on the disk 1 of 10 requests (10%)" in shown
     assert "from the store 1 of 10 requests (10%)" in shown
-    assert "store to host 250 ms" in shown
+    assert "store to disk 250 ms" in shown
     assert "arena bytes in use 4096 (at the start 4096)" in shown
 
 

@@ -93,15 +93,16 @@ def status(context: typer.Context, *, json: Json = False) -> None:
 
 def _print_residency(residency: admin_pb2.GetResidencyResponse) -> None:
     engine = residency.engine
-    asked = residency.device_hits + residency.host_hits + residency.store_loads
+    hits = (residency.device_hits, residency.host_hits, residency.disk_hits, residency.store_loads)
+    means_s = (residency.mean_store_load_s, residency.mean_disk_load_s, residency.mean_device_load_s)
     rows: list[tuple[str, Any]] = [
         ("running, waiting", f"{engine.running}, {engine.waiting}"),
         ("KV pages", f"{engine.kv_pages_used} of {engine.kv_pages_total}"),
         ("adapter arena", f"{size(engine.arena_bytes_used)} of {size(engine.arena_bytes_total)}"),
         ("steps, tokens", f"{engine.steps}, {engine.generated_tokens}"),
         ("most adapters, rows in a step", f"{engine.max_adapters_in_step}, {engine.max_rows_in_step}"),
-        ("hits: device, host, store", f"{residency.device_hits}, {residency.host_hits}, {residency.store_loads} of {asked}"),
-        ("mean load: store, device", f"{residency.mean_store_load_s * 1e3:.1f} ms, {residency.mean_device_load_s * 1e3:.1f} ms"),
+        ("hits: device, host, disk, store", f"{', '.join(map(str, hits))} of {sum(hits)}"),
+        ("mean load: store to disk, to host, to device", ", ".join(f"{mean_s * 1e3:.1f} ms" for mean_s in means_s)),
     ]
     print_table("engine", ("", ""), rows)
     print_versions(residency.versions)

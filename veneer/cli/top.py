@@ -151,6 +151,7 @@ def _replica(sample: Sample, before: Sample | None) -> dict[str, Any]:
     hits = {
         "device": found.device_hits - past.device_hits,
         "host": found.host_hits - past.host_hits,
+        "disk": found.disk_hits - past.disk_hits,
         "store": found.store_loads - past.store_loads,
     }
     asked = sum(hits.values())

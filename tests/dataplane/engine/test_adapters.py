@@ -81,7 +81,10 @@ def test_a_missed_version_is_asked_for_once_loaded_when_staged_and_then_leased(
     assert harness.adapters.settle() == []
     harness.adapters.stage("v", image_file(tmp_path, "v", 3))
     notes = harness.settle_until(lambda: harness.is_resident("v"))
-    assert [type(note) for note in notes] == [Moved]
+    assert [(note.place, note.rank, note.size_bytes > 0) for note in notes if isinstance(note, Moved)] == [
+        ("opened", 3, True),
+        ("device", 3, True),
+    ]
     lease = harness.adapters.acquire("v")
     assert lease is not None
     assert harness.arena.descriptors.largest_rank[lease.slot] == 3
@@ -105,6 +108,19 @@ def test_staging_alone_loads_nothing(make: Callable[..., Harness], tmp_path: Pat
     assert not harness.adapters.want("v")
     harness.settle_until(lambda: harness.is_resident("v"))
     assert harness.adapters.want("v")
+
+
+def test_an_image_is_on_the_disk_until_the_loop_hears_that_it_was_opened(make: Callable[..., Harness], tmp_path: Path) -> None:
+    harness = make()
+    places = [harness.adapters.place_of("v")]
+    harness.adapters.stage("v", image_file(tmp_path, "v", 3))
+    places.append(harness.adapters.place_of("v"))
+    harness.settle_until(lambda: harness.adapters.place_of("v") == "host")
+    harness.adapters.unstage("v", drop_device=False)
+    assert [*places, harness.adapters.place_of("v")] == ["store", "disk", "store"]
+    (opened,) = (note for note in harness.notes if isinstance(note, Moved))
+    assert opened.place == "opened"
+    assert opened.seconds > 0
 
 
 @pytest.mark.parametrize(("rank", "units", "status"), [(17, 64, "INVALID_ARGUMENT"), (16, 2, "RESOURCE_EXHAUSTED")])
@@ -185,7 +201,7 @@ def test_an_image_that_the_machine_cannot_open_now_is_not_corrupt_and_opened_lat
         assert harness.adapters.acquire(version) is None
         harness.adapters.stage(version, image_file(tmp_path, version, 3))
     harness.settle_until(lambda: harness.is_resident("v") and harness.is_resident("w"))
-    assert {note.place for note in harness.notes if isinstance(note, Moved)} == {"device"}
+    assert {note.place for note in harness.notes if isinstance(note, Moved)} == {"opened", "device"}
 
 
 def test_what_was_taken_away_meanwhile_is_not_opened_later(
@@ -202,7 +218,7 @@ def test_what_was_taken_away_meanwhile_is_not_opened_later(
     harness.adapters.stage("w", image_file(tmp_path, "w", 3))
     harness.settle_until(lambda: harness.adapters.is_in_host("w"))
     assert not harness.adapters.is_in_host("v")
-    assert not any(isinstance(note, Moved) for note in harness.notes)
+    assert not any(isinstance(note, Moved) and note.version == "v" for note in harness.notes)
 
 
 def test_a_copy_that_must_open_its_image_again_and_cannot_is_made_later(
@@ -218,7 +234,7 @@ def test_a_copy_that_must_open_its_image_again_and_cannot_is_made_later(
     assert harness.adapters.acquire("v") is None
     harness.settle_until(lambda: harness.adapters.acquire("v") is not None)
     assert scarce.times == 0
-    assert {note.place for note in harness.notes if isinstance(note, Moved)} == {"device"}
+    assert {note.place for note in harness.notes if isinstance(note, Moved)} == {"opened", "device"}
 
 
 def test_what_was_taken_away_while_it_was_opened_does_not_come_back(

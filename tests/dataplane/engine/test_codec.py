@@ -43,6 +43,7 @@ MESSAGES = [
     Wanted("v"),
     Moved("v", "device", 0.25, rank=8, size_bytes=100, epoch=3),
     Moved("v", "host", reason="room"),
+    Moved("v", "opened", 0.5, rank=8, size_bytes=100),
     Unloaded("v", 1, 2, 3, came_back=True, num_asked=2),
     NotFinite(None, "a"),
     State(
@@ -51,7 +52,7 @@ MESSAGES = [
         host_hits=15, store_loads=16, evictions=17, holdings=(Holding("v", "host", 8, 100, 1, 2),),
         kv_pages_kept=18, prefix_queries=19, prefix_hits=20,
         waiting_by_reason={"image": 21}, queue_counts=(22, 23), queue_seconds=24.5,
-        rank_row_counts=(25, 26), rank_rows=27, seconds=(("run", 2.5),),
+        rank_row_counts=(25, 26), rank_rows=27, disk_hits=28, seconds=(("run", 2.5),),
     ),
     Ready(("line", "line"), 256, 160),
 ]  # fmt: skip

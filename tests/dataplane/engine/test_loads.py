@@ -31,7 +31,9 @@ async def test_a_mixed_batch_gives_each_row_its_own_adapter(started: Any, plain:
         model = plain if version is None else adapters[version][1]
         assert outputs[i] == model.greedy(PROMPTS[i % 5], 24), version
     state = await idle(client)
-    assert {(item.version, item.place) for item in moved} == {(version, "device") for version in ("v1", "v2", "v3")}
+    assert {(item.version, item.place) for item in moved} == {
+        (version, place) for version in ("v1", "v2", "v3") for place in ("opened", "device")
+    }
     assert state.max_adapters_in_step >= 2
     assert (state.store_loads, state.device_hits) == (5, 0)
     assert outputs[1] != plain.greedy(PROMPTS[1], 24)
@@ -110,7 +112,7 @@ async def test_a_corrupt_image_is_reported_and_a_good_copy_helps(started: Any, a
 
     client.on_moved, client.on_wanted = moved.append, send
     assert await collect(client, request("a", [5, 6], version="v1")) == adapters["v1"][1].greedy([5, 6], 8)
-    assert [item.place for item in moved] == ["corrupt", "device"]
+    assert [item.place for item in moved] == ["corrupt", "opened", "device"]
     assert len(sent) == 2
 
 

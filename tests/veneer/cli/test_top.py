@@ -49,7 +49,7 @@ def test_rates_are_those_since_the_look_before() -> None:
     now = [Sample("one:1", 12.0, said(steps=120, tokens=600, device=91, store=13))]
     [replica] = overview(now, before)["replicas"]
     assert (replica["tokens_per_s"], replica["steps_per_s"]) == (50.0, 10.0)
-    assert replica["hit_rates"] == {"device": 0.25, "host": 0.0, "store": 0.75}
+    assert replica["hit_rates"] == {"device": 0.25, "host": 0.0, "disk": 0.0, "store": 0.75}
     [replica] = overview(now)["replicas"]
     assert replica["tokens_per_s"] is None
     assert replica["hit_rates"]["device"] == 91 / 104
