@@ -39,12 +39,13 @@ class Edges:
     `x[t] += scale · A[:, id_t] B` and `logits[t] += (scale · h[t] Aᵀ) B`; the scale is applied in float32, and what B
     multiplies is rounded to the model's dtype, as in the layers. The rows of one adapter go in tiles of 16, padded with
     zeros, so that a row's bits depend on that row and its own adapter alone. Adapters go one by one: the work follows those
-    that have an edge, and a step without such rows does nothing.
+    that have an edge, and a step without such rows does nothing. Where each row goes is worked out in host memory, so nothing
+    waits for a device; what goes there is the numbers of a tile's rows.
 
     Owned by the step loop; not thread-safe.
 
     Args:
-        arena: 1-D, of the model's dtype, on the CPU.
+        arena: 1-D, of the model's dtype; on the CPU or a device, like all tensors but those that are said to be in host memory.
         table: The edges of each slot, by EMBED and HEAD. The arena writes it, this reads it.
         hidden: Width of the residual stream.
         vocab_size: Rows of the embedding.
@@ -56,10 +57,14 @@ class Edges:
         self._row_slot = np.empty(0, dtype=np.int32)
         self._is_active = False
 
+    def is_needed(self, row_slot: npt.NDArray[np.int32]) -> bool:
+        """Whether a step whose rows have these slots, int32 [T], has work here."""
+        return bool(self._table) and not self._table.keys().isdisjoint(row_slot.tolist())
+
     def begin_step(self, row_slot: npt.NDArray[np.int32]) -> None:
         """Takes the slots of the step's rows, int32 [T]."""
         self._row_slot = row_slot
-        self._is_active = bool(self._table) and not self._table.keys().isdisjoint(row_slot.tolist())
+        self._is_active = self.is_needed(row_slot)
 
     def embed_(self, x: torch.Tensor, ids: torch.Tensor) -> None:
         """Adds to x, [T, hidden], embedded tokens before any factor; ids are int64 [T]."""
@@ -73,7 +78,7 @@ class Edges:
         Args:
             logits: Of the base.
             h: What they are made of.
-            rows: int64 [S], their rows in the step; None for all rows in order.
+            rows: int64 [S] in host memory, their rows in the step; None for all rows in order.
         """
         if not self._is_active:
             return
@@ -90,7 +95,7 @@ class Edges:
             edge = self._table.get(slot, {}).get(kind)
             if edge is not None:
                 for rows in torch.from_numpy(np.flatnonzero(row_slot == slot)).split(_TILE):
-                    yield edge, rows
+                    yield edge, rows.to(self._arena.device, non_blocking=True)
 
     def _expand(self, y: torch.Tensor, rows: torch.Tensor, shrunk: torch.Tensor, edge: Edge, width: int) -> None:
         h = (shrunk.float() * edge.scale).to(y.dtype)

@@ -91,10 +91,10 @@ class Runner:
             features=model_features(model),
             dtype=config.arena_dtype,
             device=device,
-            edge_features=() if config.has_device_form else edge_features(model),
+            edge_features=() if config.arena_dtype == "fp8" else edge_features(model),
         )
         self._edges = None
-        if not config.has_device_form:
+        if config.arena_dtype != "fp8":
             self._edges = Edges(self.arena.tensor, self.arena.edges, hidden=model.hidden, vocab_size=model.vocab_size)
         self.kv = PagedKv(
             model, num_pages=memory.num_pages + memory.num_spare, page_size=config.page_size, dtype=dtype, device=device
@@ -147,7 +147,7 @@ class Runner:
         new_pages += [page for rows in plan.rows for page in rows.new_pages[rows.num_shared_pages :]]
         if new_pages:
             self.kv.clear(upload(new_pages, torch.int64, self._device))
-        num_rows = None if self._graphs is None else self._graphs.bucket(plan)
+        num_rows = self._captured_rows(plan)
         step = self._buffers.fill(plan, self.kv) if num_rows is None else self._fill_decodes(plan, num_rows)
         step.batch.ids[: len(step.decode_seats)] = self._last_token[step.decode_seats]
         for planned in plan.rows:
@@ -192,6 +192,12 @@ class Runner:
             if results[i] is not None:
                 results[i] = more
         return _with_scores(launched.plan, results, launched.scores) if launched.scores else results
+
+    def _captured_rows(self, plan: Plan) -> int | None:
+        """Returns the rows of the graph that computes a step; None where its kernels are launched."""
+        if self._graphs is None or (self._edges is not None and self._edges.is_needed(plan.decodes.slots)):
+            return None
+        return self._graphs.bucket(plan)
 
     def _take_samples(self, asked: SlotSamples) -> Samples:
         """Runs the form's low-rank product of one adapter on the samples' input; the next step begins anew with its own rows."""

@@ -89,14 +89,14 @@ class Arena:
 
         Raises:
             CorruptImageError: Another dtype, number of layers or slices, or another shape of a slice.
-            ImageError: It has a pair on the embedding or the head, which are not computed here.
+            ImageError: It has a pair on the embedding or the head, which are not computed in fp8.
         """
         _, num_layers, num_slices = self.descriptors.rank.shape
         made_for = (image.dtype, image.num_layers, image.num_slices)
         if made_for != (self._dtype, num_layers, num_slices):
             raise CorruptImageError(f"the image is made for {made_for}, the arena for {(self._dtype, num_layers, num_slices)}")
         if image.has_edges and not self._edge_features:
-            raise ImageError.of([Violation("adapter", "LoRA on embedding or head is not computed on this device")])
+            raise ImageError.of([Violation("adapter", f"LoRA on embedding or head is not computed in {self._dtype}")])
         for block in image.blocks:
             features = self._features if block.layer < num_layers else self._edge_features
             if (block.in_features, block.out_features) != features[block.slice]:

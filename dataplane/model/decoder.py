@@ -69,7 +69,7 @@ class Decoder:
         h = pieces.add_norm(x, y, self.norm, form.norm_eps)
         logits = self.head(h)
         if edges is not None:
-            edges.head_(logits, h, batch.sample_rows)
+            edges.head_(logits, h, (batch.host or batch).sample_rows)
         return logits if form.logit_softcap is None else pieces.softcap(logits, form.logit_softcap)
 
 

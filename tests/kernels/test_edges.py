@@ -80,9 +80,23 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours(arena: torch.Tensor, table:
     assert said[0].abs().max() > 0
 
 
+def test_nothing_is_read_from_a_device_while_a_step_is_queued(table: dict[int, dict[int, Edge]]) -> None:
+    """Tensors without memory raise where their values are asked for."""
+    device = torch.device("meta")
+    edges = Edges(torch.empty(4096, device=device), table, hidden=HIDDEN, vocab_size=VOCAB)
+    row_slot = np.array([0] * 20 + [2, -1, 5], dtype=np.int32)
+    assert edges.is_needed(row_slot)
+    edges.begin_step(row_slot)
+    x = torch.zeros(23, HIDDEN, device=device)
+    edges.embed_(x, torch.zeros(23, dtype=torch.int64, device=device))
+    edges.head_(torch.zeros(2, VOCAB, device=device), x[:2], torch.tensor([3, 22]))
+
+
 def test_a_step_without_such_adapters_touches_nothing(table: dict[int, dict[int, Edge]]) -> None:
     edges = Edges(torch.empty(0), table, hidden=HIDDEN, vocab_size=VOCAB)
-    edges.begin_step(np.array([-1, 1, 3], dtype=np.int32))
+    row_slot = np.array([-1, 1, 3], dtype=np.int32)
+    assert not edges.is_needed(row_slot)
+    edges.begin_step(row_slot)
     x = torch.ones(3, HIDDEN)
     edges.embed_(x, torch.zeros(3, dtype=torch.int64))
     edges.head_(x, x, torch.tensor([0]))

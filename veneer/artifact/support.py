@@ -77,8 +77,8 @@ FEATURES = (
     ),
     _exact(
         "LoRA on `embed_tokens` and `lm_head`",
-        "on the CPU; without the copies of base weights that PEFT adds (save with save_embedding_layers=False); together with "
-        "DoRA, `lora_bias`, an aLoRA or `ensure_weight_tying` refused",
+        "not by nodes that hold adapters in fp8; without the copies of base weights that PEFT adds (save with "
+        "save_embedding_layers=False); together with DoRA, `lora_bias`, an aLoRA or `ensure_weight_tying` refused",
     ),
     _exact("fused projections", "on bases whose files hold q, k, v or gate, up as one tensor (Phi-3), under that tensor's name"),
     _exact("names", "with the prefix of a model with its head or without, with one adapter name in the keys or without"),

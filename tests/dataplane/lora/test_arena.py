@@ -117,7 +117,7 @@ def test_pairs_on_embedding_and_head_lie_beside_the_table_and_go_with_the_slot()
     assert image.has_edges
     assert image.rank == 4
     plain = make_arena()
-    with pytest.raises(ImageError, match="embedding or head is not computed on this device"):
+    with pytest.raises(ImageError, match="embedding or head is not computed in float32"):
         plain.check(image)
     arena = make_arena(edge_features=EDGES)
     arena.write(1, image, Units(arena.num_units, unit_bytes=512).take(image.block_bytes))

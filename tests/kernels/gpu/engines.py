@@ -13,7 +13,7 @@ import dataplane.engine.engine
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.engine import Engine
 from dataplane.engine.messages import Failed, Sampling, Stage, Submit, Tokens
-from dataplane.engine.runner import model_features
+from dataplane.engine.runner import edge_features, model_features
 from dataplane.lora.image import ImagePair, build_image
 from dataplane.lora.image_file import write_image
 from dataplane.model.config import parse_config
@@ -65,6 +65,21 @@ def adapters(form):
         ]
         for version, rank in RANKS.items()
     }
+
+
+def edge_pairs(form, *, rank=3):
+    """Returns pairs of a version on the embedding and the head alone."""
+    numbers = np.random.default_rng(6)
+    return [
+        ImagePair(
+            form.num_layers,
+            index,
+            0.5,
+            numbers.standard_normal((rank, num_in)).astype(np.float32) * np.float32(0.3),
+            numbers.standard_normal((num_out, rank)).astype(np.float32) * np.float32(0.3),
+        )
+        for index, (num_in, num_out) in enumerate(edge_features(form))
+    ]
 
 
 def write_images(folder, pairs, *, dtype="float32"):

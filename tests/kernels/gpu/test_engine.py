@@ -13,11 +13,11 @@ from dataplane.engine.batch import StepBuffers
 from dataplane.engine.forms import model_sites
 from dataplane.engine.memory import plan_memory
 from dataplane.engine.runner import Runner
-from dataplane.model.config import read_config
+from dataplane.model.config import parse_config, read_config
 from kernels.gpu.device import probe
 from kernels.gpu.metadata import StepMetadata
 from kernels.gpu.paths import Path, Paths
-from tests.kernels.gpu.engines import answer, ask, config_of, write_world
+from tests.kernels.gpu.engines import FIELDS, answer, ask, config_of, edge_pairs, write_images, write_world
 from tests.kernels.gpu.recorder import Recorder
 
 MIXED = (
@@ -144,6 +144,29 @@ def test_rows_that_pad_write_to_a_page_of_their_own(replayed):
     assert bool(cache[-1].any())
     assert not cache[0].any(), "page 0 stays zero"
     assert got.engine._pool.num_pages == len(cache) - 2, "neither is ever handed out"
+
+
+def test_pairs_on_embedding_and_head_are_computed_in_steps_that_are_not_replayed(world, monkeypatch):
+    paths = world.paths | write_images(world.folder, {"edges": edge_pairs(parse_config(FIELDS))})
+    requests = (*MIXED[:2], ask("edges", range(3, 8), "edges", max_tokens=5))
+    plain = (*MIXED[:2], ask("edges", range(3, 8), max_tokens=5))
+    wanted, without = (answer(config_of(world.folder, cpu_form="torch"), paths, asked).tokens for asked in (requests, plain))
+    assert wanted["edges"] != without["edges"]
+    assert wanted["base"] == without["base"]
+
+    steps = []
+    decide = Runner._captured_rows
+
+    def noted(runner, plan):
+        num_rows = decide(runner, plan)
+        steps.append((runner._edges.is_needed(plan.decodes.slots), num_rows is not None))
+        return num_rows
+
+    monkeypatch.setattr(Runner, "_captured_rows", noted)
+    got, _ = captured(SimpleNamespace(folder=world.folder, paths=paths), monkeypatch, requests)
+    assert got.tokens == wanted
+    assert {(True, False), (False, True)} <= set(steps)
+    assert (True, True) not in steps
 
 
 def stale_list(monkeypatch):
