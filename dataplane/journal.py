@@ -1,24 +1,28 @@
-"""The journal of what requests used: files on disk to which every request adds one line when it ends.
+"""The journal of what requests used: files on disk to which every request adds a line when it ends.
 
 A line holds a checksum and the record. It is handed to the kernel before the caller learns of the end, so a process that is
-killed loses nothing that was told; the disk is waited for in groups. Every process begins a journal of its own, under a name that
-it draws, so that nothing is ever written after a torn line at the end of an older one. A line that does not read though others
-follow has its number as they have: what is behind it keeps its own.
+killed loses nothing that was told; the disk is waited for in groups. A request that runs tells in lines of its own what it has
+used so far. These count only where its end is missing, which is known once nobody writes to the journal any more.
+
+Every process begins a journal of its own, under a name that it draws, so that nothing is ever written after a torn line at the
+end of an older one. A line that does not read though others follow has its number as they have: what is behind it keeps its own.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from dataplane.usage import Use
 
+_log = logging.getLogger(__name__)
 _SUFFIX = ".journal"
 _SENT = ".sent"
 
@@ -29,10 +33,19 @@ class Line(NamedTuple):
     Attributes:
         raw: As it lies there.
         use: What it says; None where it does not read.
+        request: Number of the request in this journal; 0 of one that told nothing before its end.
+        is_end: Whether the request ended so, rather than told what it had used so far.
     """
 
     raw: bytes
     use: Use | None
+    request: int = 0
+    is_end: bool = True
+
+    @property
+    def counted(self) -> Use | None:
+        """What it adds to the ledger by itself."""
+        return self.use if self.is_end else None
 
 
 class Journal:
@@ -48,14 +61,38 @@ class Journal:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         fcntl.flock(self._file, fcntl.LOCK_EX)  # it ends with the process
         self.size_bytes = 0
+        self._last_request = 0
+        self._running: set[int] = set()
 
-    def add(self, use: Use) -> None:
-        """Adds a record.
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a request that told what it used so far has not ended."""
+        return bool(self._running)
+
+    def begin(self) -> int:
+        """Returns a number for a request that is to tell what it uses; its end is added to this journal too."""
+        self._last_request += 1
+        self._running.add(self._last_request)
+        return self._last_request
+
+    def tell(self, use: Use, request: int) -> None:
+        """Adds what a request has used so far.
+
+        Raises:
+            OSError: See `add`.
+        """
+        self._write(_line(use, -request))
+
+    def add(self, use: Use, request: int = 0) -> None:
+        """Adds a record of a request that ended.
 
         Raises:
             OSError: The disk does not take it; what was written of it is cut off.
         """
-        line = _line(use)
+        self._running.discard(request)
+        self._write(_line(use, request))
+
+    def _write(self, line: bytes) -> None:
         if os.write(self._file, line) != len(line):
             os.ftruncate(self._file, self.size_bytes)
             raise OSError("the journal's disk is full")
@@ -69,6 +106,35 @@ class Journal:
         """Ends the journal."""
         os.close(self._file)
         self._file = -1
+
+
+class Entry:
+    """What one request says of its use: so far, and at its end. Owned by its handler.
+
+    Args:
+        journal: Where it is noted.
+        on_lost: Hears that the disk did not take the end.
+    """
+
+    def __init__(self, journal: Journal, on_lost: Callable[[Use, OSError], None]) -> None:
+        self._journal = journal
+        self._on_lost = on_lost
+        self._request = 0
+
+    def tell(self, use: Use) -> None:
+        """Notes what the request has used so far, which counts as its end if the process is killed."""
+        self._request = self._request or self._journal.begin()
+        try:
+            self._journal.tell(use, self._request)
+        except OSError as error:
+            _log.error("what a running request used could not be noted", extra={"tenant": use.tenant, "cause": error.strerror})
+
+    def end(self, use: Use) -> None:
+        """Notes what the request used in all."""
+        try:
+            self._journal.add(use, self._request)
+        except OSError as error:
+            self._on_lost(use, error)
 
 
 def left_behind(folder: Path) -> list[Path]:
@@ -115,10 +181,25 @@ def read(path: Path, offset: int, *, max_records: int) -> tuple[list[Line], int]
         file.seek(offset)
         while num_read < max_records and (raw := file.readline()):
             offset += len(raw)
-            lines.append(Line(raw, _use(raw)))
+            lines.append(Line(raw, *_parsed(raw)))
             if lines[-1].use is not None:
                 num_read, end = len(lines), offset
     return lines[:num_read], end
+
+
+def unended(path: Path) -> list[Line]:
+    """Returns ends of the requests that have none in a journal to which nobody writes any more, always the same."""
+    running: dict[int, Line] = {}
+    with path.open("rb") as file:
+        for raw in file:
+            use, request, is_end = _parsed(raw)
+            if use is None:
+                continue
+            if is_end:
+                running.pop(request, None)
+            else:
+                running[request] = Line(raw, use)
+    return list(running.values())
 
 
 def rest(path: Path, offset: int) -> bytes:
@@ -137,16 +218,21 @@ def _is_written(path: Path) -> bool:
     return False
 
 
-def _line(use: Use) -> bytes:
-    record = json.dumps(use, separators=(",", ":")).encode()
+def _line(use: Use, request: int) -> bytes:
+    """A line; the number is negative where the request has not ended, and left out where it is 0."""
+    record = json.dumps((*use, request) if request else use, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(record), record)
 
 
-def _use(line: bytes) -> Use | None:
+def _parsed(line: bytes) -> tuple[Use | None, int, bool]:
     checksum, _, record = line.removesuffix(b"\n").partition(b" ")
     if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(record):
-        return None
+        return None, 0, True
     try:
-        return Use(*json.loads(record))
-    except (TypeError, ValueError):  # of another version
-        return None
+        fields = json.loads(record)
+        if len(fields) == len(Use._fields):
+            return Use(*fields), 0, True
+        request = fields.pop()
+        return Use(*fields), abs(request), request > 0
+    except (TypeError, ValueError, AttributeError, IndexError):  # of another version
+        return None, 0, True

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from dataplane.binding import Served
 from dataplane.quotas import Admission, Quotas
@@ -15,6 +16,18 @@ from dataplane.token_stream import Piece
 from dataplane.usage import Use
 from veneer.errors import ResourceExhaustedError, VeneerError
 
+_TELL_TOKENS = 128
+
+
+class Entry(Protocol):
+    """What a request says of its use; see `dataplane.journal.Entry`."""
+
+    def tell(self, use: Use, /) -> None:
+        """Notes what it has used so far."""
+
+    def end(self, use: Use, /) -> None:
+        """Notes what it used in all."""
+
 
 @dataclass(slots=True)
 class Meter:
@@ -22,11 +35,12 @@ class Meter:
 
     _answer: Answer
     _admission: Admission
-    _note: Callable[[Use], None]
+    _entry: Entry
     _open: int
     _prompt: int = 0
     _cached: int = 0
     _output: int = 0
+    _told: int = 0
     _served: Served | None = None
     _is_noted: bool = False
 
@@ -43,6 +57,7 @@ class Meter:
         """
         self._served = served
         self._admission.began()
+        self._tell()
 
     def turned_away(self) -> None:
         """The engine refused the request before it did anything for it."""
@@ -60,27 +75,35 @@ class Meter:
             self._open -= 1
             if not self._open:
                 self.note("OK")
+        if self._output - self._told >= _TELL_TOKENS and not self._is_noted:
+            self._tell()
 
     def note(self, status: str) -> None:
         """Notes what the request used, once."""
         if self._is_noted:
             return
         self._is_noted = True
+        self._entry.end(self._use(status))
+
+    def _tell(self) -> None:
+        """Notes what would be known of the request if the process were killed now, as its caller would see it."""
+        self._told = self._output
+        self._entry.tell(self._use("UNAVAILABLE"))
+
+    def _use(self, status: str) -> Use:
         served = self._served
         version = "" if served is None or served.version is None else served.version
-        self._note(
-            Use(
-                self._answer.caller.tenant,
-                served.owner if served is not None and version else "",
-                served.adapter if served is not None and version else "",
-                version,
-                _ticket(self._answer, version).hex(),
-                status,
-                int(time.time()),
-                0 if served is None else self._prompt,
-                self._cached,
-                self._output,
-            )
+        return Use(
+            self._answer.caller.tenant,
+            served.owner if served is not None and version else "",
+            served.adapter if served is not None and version else "",
+            version,
+            _ticket(self._answer, version).hex(),
+            status,
+            int(time.time()),
+            0 if served is None else self._prompt,
+            self._cached,
+            self._output,
         )
 
 
@@ -89,12 +112,12 @@ class Metering:
 
     Args:
         quotas: What tenants may use at most in all.
-        note: Takes what a request used.
+        entry: Returns what notes the use of one request.
     """
 
-    def __init__(self, quotas: Quotas, note: Callable[[Use], None]) -> None:
+    def __init__(self, quotas: Quotas, entry: Callable[[], Entry]) -> None:
         self._quotas = quotas
-        self._note = note
+        self._entry = entry
 
     @asynccontextmanager
     async def request(self, answer: Answer, streams: int) -> AsyncIterator[Meter]:
@@ -105,7 +128,7 @@ class Metering:
             UnavailableError: The quotas are not known.
         """
         async with self._quotas.admitted(answer.caller, streams) as admission:
-            meter = Meter(answer, admission, self._note, streams)
+            meter = Meter(answer, admission, self._entry(), streams)
             status = "OK"
             try:
                 yield meter

@@ -204,7 +204,7 @@ class Node:
             engine=self.supervisor,
             metrics=self.metrics,
             base_digest=base.digest,
-            metering=Metering(self.quotas, self.usage.add),
+            metering=Metering(self.quotas, self.usage.entry),
             limits=StreamLimits(
                 max_streams=settings.max_streams,
                 max_streams_per_tenant=settings.max_streams_per_tenant,

@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from dataplane import journal as journals
-from dataplane.journal import Journal, Line
+from dataplane.journal import Entry, Journal, Line
 from dataplane.usage import Use, UseCounts, UseKey, key_of, summed
 from veneer.errors import PermissionDeniedError, VeneerError
 
@@ -47,8 +48,26 @@ class _Place:
     taken: int = 0
 
 
+class _Read(Protocol):
+    """Reads the next lines from an offset on; see `dataplane.journal.read`."""
+
+    def __call__(self, offset: int, *, max_records: int) -> tuple[list[Line], int]: ...
+
+
+@dataclass(slots=True)
+class _Live:
+    """A journal of this process, and how far it was sent."""
+
+    journal: Journal
+    place: _Place = field(default_factory=_Place)
+
+
 class UsageReporter:
-    """Owns this process's journal, and sends it and those that earlier processes left. Owned by the event loop.
+    """Owns this process's journals, and sends them and those that earlier processes left. Owned by the event loop.
+
+    The last journal takes new requests; one that has grown large only the ends of those that it has, so that each request is
+    in one journal. What requests had used that have no end when nobody writes to their journal any more is sent after its
+    lines, numbered on from them.
 
     A report says which records it sums up; the control plane takes it only when it begins right after the last one that it took,
     and answers with that. So what is sent twice, or whose answer is lost, counts once, and the next report goes on from there.
@@ -70,16 +89,20 @@ class UsageReporter:
         self._report = report
         self._on_lost = on_lost
         self._interval_s = interval_s
-        self._journal = Journal(folder)
-        self._place = _Place()
+        self._live = [_Live(Journal(folder))]
+
+    @property
+    def journal(self) -> Journal:
+        """The journal that takes new requests."""
+        return self._live[-1].journal
+
+    def entry(self) -> Entry:
+        """Returns what notes the use of a request that begins."""
+        return Entry(self.journal, self._lost)
 
     def add(self, use: Use) -> None:
-        """Notes what a request used."""
-        try:
-            self._journal.add(use)
-        except OSError as error:
-            self._on_lost()
-            _log.error("what a request used could not be noted", extra={"tenant": use.tenant, "cause": error.strerror})
+        """Notes what a request used that told nothing before its end."""
+        self.entry().end(use)
 
     async def run(self) -> None:
         """Sends until cancelled; what cannot be sent now waits."""
@@ -99,10 +122,11 @@ class UsageReporter:
         """
         for path in await asyncio.to_thread(journals.left_behind, self._folder):
             await self._send_left(path)
-        await asyncio.to_thread(self._journal.sync)
-        self._place = await self._send(self._journal.path, self._place)
-        if self._journal.size_bytes > _MAX_BYTES and self._place.offset == self._journal.size_bytes:
-            self._begin_anew()
+        for live in list(self._live):
+            await asyncio.to_thread(live.journal.sync)
+            read = partial(journals.read, live.journal.path)
+            live.place = await self._send(live.journal.path, live.place, read)
+        self._turn_over()
         for path in await asyncio.to_thread(journals.sent, self._folder):
             await self._report(journals.name_of(path), _NEVER, _NEVER, {}, is_over=True)
             await asyncio.to_thread(path.unlink, missing_ok=True)
@@ -115,30 +139,41 @@ class UsageReporter:
         except (VeneerError, OSError, TimeoutError) as error:
             _log.warning("usage waits on disk for the next start", extra={"cause": type(error).__name__})
         finally:
-            self._journal.close()
+            for live in self._live:
+                live.journal.close()
 
-    def _begin_anew(self) -> None:
-        self._journal.close()
-        self._journal = Journal(self._folder)
-        self._place = _Place()
+    def _lost(self, use: Use, error: OSError) -> None:
+        self._on_lost()
+        _log.error("what a request used could not be noted", extra={"tenant": use.tenant, "cause": error.strerror})
+
+    def _turn_over(self) -> None:
+        """Begins a journal after one that has grown large, and ends those for whose requests nobody waits any more."""
+        if self.journal.size_bytes > _MAX_BYTES:
+            self._live.append(_Live(Journal(self._folder)))
+        for live in self._live[:-1]:
+            if not live.journal.is_awaited:
+                live.journal.close()  # it is left behind then
+                self._live.remove(live)
 
     async def _send_left(self, path: Path) -> None:
         """Sends a journal to which nobody writes any more; it is not read again then."""
-        place = await self._send(path, _Place())
+        place = await self._send(path, _Place(), partial(journals.read, path))
+        ends = await asyncio.to_thread(journals.unended, path)
+        await self._send(path, replace(place, offset=0), partial(_part, ends))
         torn = await asyncio.to_thread(journals.rest, path, place.offset)
         if b"\n" in torn:  # a line that was torn has no end
-            await self._set_aside(path, place.sequence + 1, [torn])
+            await self._set_aside(path, place.sequence + len(ends) + 1, [torn])
         elif torn:
             facts = {"journal": journals.name_of(path), "size_bytes": len(torn)}
             _log.warning("a torn line was cut off a journal", extra=facts)
         await asyncio.to_thread(journals.mark_sent, path)
 
-    async def _send(self, path: Path, place: _Place) -> _Place:
+    async def _send(self, path: Path, place: _Place, read: _Read) -> _Place:
         """Sends a journal's records from there on; returns how far it came."""
         while True:
             num_known = place.taken - place.sequence
             batch = _BATCH if num_known <= 0 else min(_BATCH, num_known)
-            lines, end = await asyncio.to_thread(journals.read, path, place.offset, max_records=batch)
+            lines, end = await asyncio.to_thread(read, place.offset, max_records=batch)
             if not lines:
                 return place
             if num_known > 0:  # an earlier report told of these
@@ -150,7 +185,7 @@ class UsageReporter:
         """Sends these lines, which begin there, but for those that are not wanted; returns how far it came."""
         last = place.sequence + len(lines)
         taken, wanted = await self._tell(journals.name_of(path), place.taken + 1, last, lines)
-        if unwanted := [line.raw for line in lines if line.use is None or key_of(line.use) not in wanted]:
+        if unwanted := [line.raw for line in lines if _is_unwanted(line, wanted)]:
             await self._set_aside(path, place.sequence + 1, unwanted)
         if not wanted:
             return _Place(end, last, place.taken)  # the next report begins where the one before ended
@@ -162,8 +197,10 @@ class UsageReporter:
 
     async def _tell(self, journal: str, first: int, last: int, lines: Sequence[Line]) -> tuple[int, AbstractSet[UseKey]]:
         """Reports what the control plane takes of these lines; returns what it took last, and which of them it wants."""
-        sums = summed(line.use for line in lines if line.use is not None)
+        sums = summed(line.counted for line in lines if line.counted is not None)
         try:
+            if not sums:
+                return 0, sums.keys()
             return await self._report(journal, first, last, sums), sums.keys()
         except PermissionDeniedError:
             refused = await self._refused(journal, sums)
@@ -187,3 +224,12 @@ class UsageReporter:
         await asyncio.to_thread(journals.set_aside, path, number, lines)
         facts = {"journal": journals.name_of(path), "number": number, "num_lines": len(lines)}
         _log.error("records of usage were refused or cannot be read, and are set aside", extra=facts)
+
+
+def _part(lines: Sequence[Line], offset: int, *, max_records: int) -> tuple[list[Line], int]:
+    part = list(lines[offset : offset + max_records])
+    return part, offset + len(part)
+
+
+def _is_unwanted(line: Line, wanted: AbstractSet[UseKey]) -> bool:
+    return line.use is None or (line.is_end and key_of(line.use) not in wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from dataplane import journal as journals
+from dataplane import usage_reports
 from dataplane.catalog_client import CatalogClient, open_channel
 from dataplane.resolution import Resolution, Target
 from dataplane.resolve_cache import Key
@@ -42,10 +44,13 @@ async def main(address, base, secret, folder, use):
         client._secret = secret
         reporter = UsageReporter(Path(folder), client.report_usage, interval_s=0)
         sending = asyncio.create_task(reporter.run())
+        told = Use(*use[:6], *map(int, use[6:]))._replace(status="UNAVAILABLE")
         while True:
-            reporter.add(Use(*use[:6], *map(int, use[6:])))
-            print("noted", flush=True)
+            entry = reporter.entry()
+            entry.tell(told)
             await asyncio.sleep(0)
+            entry.end(told._replace(status="OK"))
+            print("noted", flush=True)
 
 address, base, secret, folder, *use = sys.argv[1:]
 asyncio.run(main(address, base, secret, folder, use))
@@ -179,10 +184,12 @@ async def test_a_data_plane_that_is_killed_again_and_again_loses_and_doubles_not
                 file.write(b"0123")  # a line that the last kill tore
         reporter = UsageReporter(folder, client.report_usage)
         await reporter.send()
-        assert list(folder.iterdir()) == [reporter._journal.path]
+        assert list(folder.iterdir()) == [reporter.journal.path]
         await reporter.close()
     (usage,) = await listed(acme)
-    assert noted <= usage.requests <= noted + len(kills)  # a kill may come between a record and the child's word of it
+    served = usage.requests - usage.failed_requests
+    assert noted <= served <= noted + len(kills)  # a kill may come between a record and the child's word of it
+    assert usage.failed_requests <= len(kills)  # one request runs at a time
     assert usage.prompt_tokens == 10 * usage.requests
 
 
@@ -205,8 +212,8 @@ async def test_a_journal_that_is_over_takes_no_report_that_comes_late(world: Wor
 
         earlier = UsageReporter(folder, report)
         earlier.add(use)
-        earlier._journal.close()
-        name = journals.name_of(earlier._journal.path)
+        earlier.journal.close()
+        name = journals.name_of(earlier.journal.path)
         reporter = UsageReporter(folder, report)
         for _ in range(2):  # that it is over is not heard of the first time, as far as its node knows
             with pytest.raises(UnavailableError):
@@ -235,15 +242,15 @@ async def test_a_record_that_is_refused_or_torn_is_set_aside_and_costs_no_other(
         earlier = UsageReporter(tmp_path, client.report_usage)
         for one in (bad, bad, good, other, worse, good):
             earlier.add(one)
-        with earlier._journal.path.open("ab") as file:
+        with earlier.journal.path.open("ab") as file:
             file.write(b"neither a record\nnor torn\n")
         earlier.add(good)
         if is_lost:  # a report came through, and the process ended
-            await client.report_usage(journals.name_of(earlier._journal.path), 1, 4, summed([good, other]))
-        earlier._journal.close()
+            await client.report_usage(journals.name_of(earlier.journal.path), 1, 4, summed([good, other]))
+        earlier.journal.close()
         only_bad = UsageReporter(tmp_path, client.report_usage)
         only_bad.add(bad)
-        only_bad._journal.close()
+        only_bad.journal.close()
 
         reporter = UsageReporter(tmp_path, client.report_usage)
         reporter.add(worse)
@@ -252,7 +259,7 @@ async def test_a_record_that_is_refused_or_torn_is_set_aside_and_costs_no_other(
             reporter.add(one)
             await reporter.send()
         left = list(tmp_path.glob("*.journal"))
-        assert left == [reporter._journal.path]
+        assert left == [reporter.journal.path]
         await reporter.close()
     assert [one.requests for one in await listed(acme)] == [4]
     assert [one.requests for one in await listed(rival)] == [1]
@@ -270,11 +277,77 @@ async def test_a_journal_of_records_that_are_all_refused_goes_on_after_them(worl
         earlier = UsageReporter(tmp_path, client.report_usage)
         for one in (*[good._replace(ticket="00")] * 1001, good):  # more than one report tells of
             earlier.add(one)
-        earlier._journal.close()
+        earlier.journal.close()
         reporter = UsageReporter(tmp_path, client.report_usage)
         await reporter.send()
         await reporter.close()
     assert [one.requests for one in await listed(acme)] == [1]
+
+
+async def test_requests_that_ran_when_their_process_was_killed_count_once_as_failed(world: World, tmp_path: Path) -> None:
+    await world.base()
+    acme, rival, node = await world.tenant("acme"), await world.tenant("rival"), await world.node()
+    await world.publish(acme)
+    async with node_client(world, node) as client:
+        use, other = await use_of(client, acme), await use_of(client, rival, "")
+        is_lost = True
+
+        async def report(
+            journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts], /, *, is_over: bool = False
+        ) -> int:
+            nonlocal is_lost
+            taken = await client.report_usage(journal, first, last, uses, is_over=is_over)
+            is_lost = not (is_lost or is_over)
+            if is_lost:
+                raise UnavailableError("lost")
+            return taken
+
+        killed = UsageReporter(tmp_path, report)
+        for tenants in (use, other):
+            entries = [killed.entry() for _ in range(1100)]  # more than one report tells of
+            for entry in entries:
+                entry.tell(tenants._replace(status="UNAVAILABLE", output_tokens=0))
+            entries[0].tell(tenants._replace(status="UNAVAILABLE", output_tokens=128))
+            for entry in entries[-100:]:
+                entry.end(tenants)
+        killed.entry().tell(use._replace(ticket="00"))
+        killed.journal.close()
+        for _ in range(20):  # each process hears of no more than one report of two
+            reporter = UsageReporter(tmp_path, report)
+            with contextlib.suppress(UnavailableError):
+                await reporter.send()
+            reporter.journal.close()
+        assert [one.suffix for one in tmp_path.glob("*.*") if one != reporter.journal.path] == [".refused"]
+    for tenant in (acme, rival):
+        (usage,) = await listed(tenant)
+        assert (usage.requests, usage.failed_requests) == (1100, 1000)
+        assert (usage.prompt_tokens, usage.output_tokens) == (11_000, 100 * 3 + 128)
+
+
+async def test_a_request_ends_in_the_journal_in_which_it_began(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.base()
+    acme, node = await world.tenant("acme"), await world.node()
+    await world.publish(acme)
+    monkeypatch.setattr(usage_reports, "_MAX_BYTES", 1)
+    async with node_client(world, node) as client:
+        use = await use_of(client, acme)
+        reporter = UsageReporter(tmp_path, client.report_usage)
+        long = reporter.entry()
+        long.tell(use)
+        await reporter.send()
+        for _ in range(2):
+            reporter.add(use)
+            await reporter.send()
+        assert sum(path.suffix == ".journal" for path in tmp_path.iterdir()) == 3
+        assert [one.requests for one in await listed(acme)] == [2]
+        long.end(use)
+        for _ in range(3):
+            await reporter.send()
+        assert list(tmp_path.glob("*.*")) == [reporter.journal.path]
+        await reporter.close()
+    assert [(one.requests, one.failed_requests) for one in await listed(acme)] == [(3, 0)]
 
 
 async def test_a_journal_that_is_longer_than_a_report_goes_on_where_an_earlier_process_was(world: World, tmp_path: Path) -> None:
@@ -288,8 +361,8 @@ async def test_a_journal_that_is_longer_than_a_report_goes_on_where_an_earlier_p
             earlier.add(use)
         for first, last in ((1, 700), (701, 1300)):  # its reports end elsewhere than those of the next process
             sums = summed([use] * (last - first + 1))
-            assert await client.report_usage(journals.name_of(earlier._journal.path), first, last, sums) == last
-        earlier._journal.close()
+            assert await client.report_usage(journals.name_of(earlier.journal.path), first, last, sums) == last
+        earlier.journal.close()
         reporter = UsageReporter(tmp_path, client.report_usage)
         await reporter.send()
         await reporter.close()

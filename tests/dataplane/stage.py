@@ -68,6 +68,14 @@ class Loader:
         self.kept.append(is_expected)
 
 
+class Entry:
+    """What a request says of its use, kept in lists."""
+
+    def __init__(self, told: list[Use], ended: list[Use]) -> None:
+        self.tell = told.append
+        self.end = ended.append
+
+
 class Stage:
     """A generator over a scripted engine, a scripted control plane and a scripted loader."""
 
@@ -79,6 +87,7 @@ class Stage:
         self.limits = StreamLimits(max_streams=3, max_streams_per_tenant=2, fallback_after_s=30)
         self.registry = CollectorRegistry()
         self.quotas = Quotas(lease_nothing)
+        self.told: list[Use] = []
         self.uses: list[Use] = []
         self.metrics = Metrics(self.registry, base_name="tiny")
         self.outcomes = Outcomes()
@@ -95,7 +104,7 @@ class Stage:
             engine=self.engine,
             metrics=self.metrics,
             base_digest=BASE,
-            metering=Metering(self.quotas, self.uses.append),
+            metering=Metering(self.quotas, lambda: Entry(self.told, self.uses)),
             limits=self.limits,
             outcomes=self.outcomes,
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dataplane import journal as journals
-from dataplane.journal import Journal
+from dataplane.journal import Entry, Journal
 from dataplane.usage import Use, UseCounts, UseKey, summed
 
 
@@ -69,6 +69,45 @@ def test_every_cut_of_a_journal_leaves_whole_records(tmp_path: Path) -> None:
         lines, end = journals.read(journal.path, 0, max_records=10)
         assert [line.use for line in lines] == [use(number) for number in range(whole[:length].count(b"\n"))]
         assert end == sum(len(line) for line in whole.splitlines(keepends=True)[: len(lines)])
+
+
+def test_what_a_request_told_counts_where_its_end_is_missing(tmp_path: Path) -> None:
+    journal, lost = Journal(tmp_path), list[int]()
+    entries = [Entry(journal, lambda use, _: lost.append(use.prompt_tokens)) for _ in range(4)]
+    for number, entry in enumerate(entries[:3]):
+        entry.tell(use(number, status="UNAVAILABLE"))
+    entries[1].end(use(11))
+    entries[3].end(use(13))  # it never ran
+    entries[2].tell(use(22, status="UNAVAILABLE"))
+    assert journal.is_awaited
+    lines, end = journals.read(journal.path, 0, max_records=10)
+    assert (len(lines), end) == (6, journal.size_bytes)
+    assert [line.counted for line in lines if line.counted is not None] == [use(11), use(13)]
+    unended = [use(0, status="UNAVAILABLE"), use(22, status="UNAVAILABLE")]
+    with journal.path.open("ab") as file:
+        file.write(b"0123")  # the end of the third one, torn
+    for _ in range(2):
+        assert [line.counted for line in journals.unended(journal.path)] == unended
+    journal.close()
+    for entry in entries[:2]:
+        entry.tell(use(5))
+    entries[2].end(use(6))
+    assert lost == [6]
+
+
+def test_a_journal_waits_for_the_requests_that_told_it_something(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    first, second, third = (Entry(journal, lambda *_: None) for _ in range(3))
+    assert not journal.is_awaited
+    for entry in (first, second, second):
+        entry.tell(use(1))
+    third.end(use(1))
+    for entry in (first, second):
+        assert journal.is_awaited
+        entry.end(use(1))
+    assert not journal.is_awaited
+    assert journals.unended(journal.path) == []
+    journal.close()
 
 
 def test_only_journals_that_nobody_writes_are_left_behind(tmp_path: Path) -> None:

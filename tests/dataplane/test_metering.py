@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 
 from dataplane.fallback import FallbackMode
-from dataplane.quotas import Amounts, Demand, Leased, Quotas
+from dataplane.metering import Meter
+from dataplane.quotas import Admission, Amounts, Demand, Leased, Quotas
 from dataplane.resolution import TenantQuotas
+from dataplane.token_stream import Piece
 from tests.dataplane.doubles import VERSION, answer, caller, delta, resolution, until
-from tests.dataplane.stage import REQUEST, Stage, hang_in_engine, hang_in_load
+from tests.dataplane.stage import REQUEST, Entry, Stage, hang_in_engine, hang_in_load
 from veneer.errors import DeadlineExceededError, InternalError, ResourceExhaustedError, UnavailableError, VeneerError
 
 _QUOTA = 1000
@@ -73,6 +75,20 @@ async def test_what_the_engine_does_not_take_uses_nothing(metered: Stage) -> Non
         await metered.run(replace(REQUEST, fallback=FallbackMode.FAIL))
     assert [(use.version, use.prompt_tokens) for use in metered.uses] == [("", 0)] * 2
     assert metered.quotas._books["acme"].used["tokens"] == 0
+
+
+async def test_what_a_kill_would_leave_is_told_once_the_engine_has_the_request_and_after_each_128_tokens(metered: Stage) -> None:
+    hang_in_load(metered)
+    await _cancel(metered)
+    assert [use[1:6] for use in metered.told] == [("acme", "bot", VERSION, b"v".hex(), "UNAVAILABLE")]
+    assert [use[7:] for use in metered.told] == [(_PROMPT, 0, 0)]
+
+    assert not isinstance(metered.says, VeneerError)
+    meter = Meter(metered.says, Admission(), Entry(metered.told, metered.uses), 1)
+    pieces = [Piece(0, (7,) * count, "", None) for count in (100, 27, 1, 127, 2, 300)]
+    for piece in pieces:
+        meter.saw(None, piece)
+    assert [use.output_tokens for use in metered.told[1:]] == [128, 257, 557]
 
 
 async def test_a_request_counts_once_whatever_else_is_tried_for_it(metered: Stage) -> None:

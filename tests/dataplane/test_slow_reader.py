@@ -30,7 +30,7 @@ from dataplane.servicer import GenerationServicer
 from tests.dataplane.doubles import BASE, answer, make_metrics, resolution
 from tests.dataplane.engine.conftest import FIELDS
 from tests.dataplane.frontend.conftest import train_byte_level
-from tests.dataplane.stage import lease_nothing
+from tests.dataplane.stage import Entry, lease_nothing
 from veneer.access import Authenticator, Identity
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from veneer.server import PlaneServer, ServerOptions, Service
@@ -101,7 +101,7 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
         )  # fmt: skip
         prompts = Prompts(model_dir, max_context=engine.ready.max_context, vocab_size=engine.ready.vocab_size)
         generator = Generator(
-            metering=Metering(Quotas(lease_nothing), [].append),
+            metering=Metering(Quotas(lease_nothing), lambda: Entry([], [])),
             resolver=ResolveCache(base_for_everyone, soft_age_s=60), prompts=prompts, loader=None, engine=engine,
             metrics=make_metrics(), base_digest=BASE, limits=StreamLimits(**limits),
         )  # type: ignore[arg-type]  # fmt: skip
