@@ -201,6 +201,7 @@ async def measure_store(stack: Stack, *, count: int) -> list[Row]:
             await asyncio.sleep(1.0)
             for turn in range(count):
                 for kind, adapter in (("warm", resident[turn % _RESIDENT]), ("cold", fresh[turn].name)):
+                    await asyncio.sleep(random.uniform(0.0, 0.1))  # each comes at a moment of its own within a step
                     waits[kind].append(await _ttft(client, prompt(), adapter=adapter))
         hops_after = await _hops(stack.local.state.data_metrics)
     cold_s, warm_s = statistics.median(waits["cold"]), statistics.median(waits["warm"])

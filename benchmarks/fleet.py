@@ -21,7 +21,7 @@ from benchmarks.random_adapters import write_adapter
 from benchmarks.workload import SEED, AdapterKey
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
-from dataplane.engine.messages import Event, Moved, Sampling, State, Submit, Tokens
+from dataplane.engine.messages import Event, Moved, Sampling, State, Submit, Tokens, Wanted
 from dataplane.lora.image_file import MAGIC, write_image
 from veneer.artifact import describe_base
 
@@ -147,18 +147,20 @@ class Fleet:
 
     Attributes:
         loads: When each adapter came to the device, and how long that took.
+        num_opened: Images that the engine read, checked and mapped.
         times_s: When each token came.
     """
 
     def __init__(self, client: _Counting, images: ImageFolder) -> None:
         self.loads: list[tuple[float, float]] = []
+        self.num_opened = 0
         self.times_s: list[float] = []
         self._client = client
         self._images = images
-        self._staged: set[int] = set()
+        self._staged: dict[str, Path] = {}
         self._count = itertools.count()
         self._random = np.random.default_rng(SEED)
-        client.on_moved = self._moved
+        client.on_moved, client.on_wanted = self._moved, self._wanted
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -192,9 +194,16 @@ class Fleet:
     def stage(self, numbers: Iterable[int]) -> None:
         """Tells the engine of images, of each once."""
         for number in dict.fromkeys(numbers):
-            if number not in self._staged:
-                self._staged.add(number)
-                self._client.stage(self._images.version(number), self._images.path(number))
+            version = self._images.version(number)
+            if version not in self._staged:
+                self._staged[version] = self._images.path(number)
+                self._client.stage(version, self._staged[version])
+
+    async def opened(self, *, timeout_s: float = 600.0) -> None:
+        """Waits until the engine has opened every image that it was told of."""
+        async with asyncio.timeout(timeout_s):
+            while self.num_opened < len(self._staged):  # noqa: ASYNC110  the engine tells of each, and nobody else waits
+                await asyncio.sleep(0.01)
 
     async def state(self) -> State:
         """Asks for the engine's counters."""
@@ -261,6 +270,12 @@ class Fleet:
             streams=streams,
         )
 
+    def _wanted(self, wanted: Wanted) -> None:
+        """A request waits for an image that was refused before it came: it hears why when that is tried again."""
+        if path := self._staged.get(wanted.version):
+            self._client.stage(wanted.version, path)
+
     def _moved(self, moved: Moved) -> None:
         if moved.place == "device":
             self.loads.append((time.perf_counter(), moved.seconds))
+        self.num_opened += moved.place == "opened"

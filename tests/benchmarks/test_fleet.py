@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import traces
 from benchmarks.fleet import Fleet, ImageFolder
-from benchmarks.loads import measure_copy
+from benchmarks.loads import _measure_pairs, measure_copy
 from benchmarks.models import write_random_llama
 from veneer.errors import InvalidArgumentError
 
@@ -41,8 +41,17 @@ async def test_a_trace_over_more_adapters_than_there_is_room_for_is_served_to_it
 
 
 def test_a_load_is_compared_with_a_copy(images: ImageFolder) -> None:
-    rows = {row.id: row.value for row in measure_copy(images, count=2)}
+    rows = {row.id: row.value for row in measure_copy(images, count=2, turns=1)}
     assert rows["load_vs_copy"] > 0
+
+
+async def test_visitors_come_in_pairs_and_what_they_find_was_opened(images: ImageFolder) -> None:
+    async with Fleet.started(images, room=4, streams=24, output_tokens=200, **SMALL) as fleet:
+        fleet.stage(range(5))
+        rows = {row.id: row.value for row in await _measure_pairs(fleet, images, iter(range(10, 100)), count=3)}
+        state = await fleet.state()
+    assert set(rows) == {"cold_ttft_host", "cold_ttft_host_ms", "cold_ttft_host_counted"}
+    assert (state.store_loads, len(fleet.loads) >= 3) == (0, True)
 
 
 async def test_a_request_that_fails_ends_the_feed(images: ImageFolder) -> None:
