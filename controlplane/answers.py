@@ -11,11 +11,12 @@ from datetime import datetime
 from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter
-from sqlalchemy import insert, select, text, update
+from sqlalchemy import insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
 from controlplane.catalog import Alias, Arm, Version
+from controlplane.locks import Lock, hold
 from controlplane.probe_report import ProbeReport
 from veneer.artifact import Report
 from veneer.errors import AbortedError, InvalidArgumentError, VeneerError, Violation
@@ -26,8 +27,6 @@ RACED: Final[Mapping[str, VeneerError]] = {
     "pk_requests": AbortedError("the same request_id is in use by another call right now; try again", retry_after_s=0.5)
 }
 """Refusals of a transaction that keeps an answer."""
-
-_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(:request, 0))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ async def answered(connection: AsyncConnection, request: Request) -> dict[str, A
     """
     if not request.id:
         return None
-    await connection.execute(_LOCK, {"request": f"{request.tenant}/{request.id}"})
+    await hold(connection, Lock.ANSWER, f"{request.tenant}/{request.id}")
     columns = models.requests.c
     query = select(columns.fingerprint, columns.answer).where(columns.tenant == request.tenant, columns.request_id == request.id)
     row = (await connection.execute(query)).one_or_none()

@@ -10,11 +10,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane.db import Database, translated
+from controlplane.locks import Lock, let_go, try_take
 from veneer.errors import AbortedError
 
-# Held by the session, not by a transaction: one that stays open would hold the change feed back.
-_TRY_LOCK = text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))")
-_UNLOCK = text("SELECT pg_advisory_unlock(hashtextextended(:name, 0))")
 _BEGIN = text("""
     INSERT INTO leaders (name, epoch) VALUES (:name, 1) ON CONFLICT (name) DO UPDATE SET epoch = leaders.epoch + 1 RETURNING epoch
 """)
@@ -56,18 +54,18 @@ class Leadership:
         Raises:
             UnavailableError: The database is away.
         """
-        name = {"name": self._name}
         with translated():
             async with self._engine.connect() as connection:
                 await connection.execution_options(isolation_level="AUTOCOMMIT")
-                if not (await connection.execute(_TRY_LOCK, name)).scalar_one():
+                # By the session, not by a transaction: one that stays open would hold the change feed back.
+                if not await try_take(connection, Lock.LEADER, self._name):
                     yield None
                     return
                 try:
-                    yield Term(self._name, (await connection.execute(_BEGIN, name)).scalar_one())
+                    yield Term(self._name, (await connection.execute(_BEGIN, {"name": self._name})).scalar_one())
                 finally:
                     try:
-                        await connection.execute(_UNLOCK, name)
+                        await let_go(connection, Lock.LEADER, self._name)
                     except BaseException:
                         await connection.invalidate()  # the lock ends with the session, which must not go back to the pool
                         raise

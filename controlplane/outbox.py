@@ -21,6 +21,7 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane.db import Database, translated
+from controlplane.locks import Lock, try_hold
 from controlplane.settings import Settings
 from veneer.controlplane.v1 import hints_pb2
 
@@ -29,12 +30,10 @@ _LOG = logging.getLogger(__name__)
 CHANNEL: Final = "veneer:hints:v1"
 
 _BATCH = 500
-_LOCK = 0x76656E656572  # "veneer": one relay at a time, or the order would be lost
 _MAX_PAUSE_S = 5.0
 _TRIM_EVERY_S = 600.0
 _SOCKET_TIMEOUT_S = 2.0
 
-_TRY_LOCK = text("SELECT pg_try_advisory_xact_lock(:lock)")
 # Below the oldest running transaction nothing new can appear, so what is read is a prefix of the commit order. Rows are not
 # locked: a lock would give this transaction a number, and the change feed would stand still while Redis makes it wait.
 _TAKE = text("""
@@ -164,7 +163,7 @@ class Relay:
             await pipeline.execute()
 
     async def _is_ours(self, connection: AsyncConnection) -> bool:
-        return bool((await connection.execute(_TRY_LOCK, {"lock": _LOCK})).scalar_one())
+        return await try_hold(connection, Lock.RELAY)
 
 
 def connect(url: str) -> Redis:

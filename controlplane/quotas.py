@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
-from sqlalchemy import Row, delete, func, select, text
+from sqlalchemy import Row, delete, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
 from controlplane.db import Database, Scope
+from controlplane.locks import Lock, hold
 from controlplane.shares import share_of
 from controlplane.tickets import ticket
 from controlplane.use_tables import quota_leases
 from controlplane.vault import Vault
 from veneer.errors import PermissionDeniedError
 
-_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended('quota/' || :tenant, 0))")
 _LIMITS: Final = {"requests": "max_requests_per_minute", "tokens": "max_tokens_per_minute", "streams": "max_streams"}
 
 _NO_LIMIT: Final = 10**12
@@ -89,7 +89,7 @@ class QuotaLeases:
         tenants = models.tenants.c
         limits = select(*(tenants[name] for name in _LIMITS.values())).where(tenants.name == demand.tenant)
         async with self._database.transaction(Scope.of_node_for(demand.tenant)) as connection:
-            await connection.execute(_LOCK, {"tenant": demand.tenant})
+            await hold(connection, Lock.QUOTA, demand.tenant)
             limited = (await connection.execute(limits)).one()
             others = await _others(connection, demand.tenant, node_id)
             shares = {

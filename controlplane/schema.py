@@ -9,10 +9,11 @@ import psycopg
 from alembic import command
 from alembic.config import Config
 from psycopg import sql
-from sqlalchemy import Connection, create_engine, select, text
+from sqlalchemy import Connection, create_engine, select
 from sqlalchemy.dialects.postgresql import insert
 
-from controlplane import models
+from controlplane import locks, models
+from controlplane.locks import Lock
 from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
 from controlplane.vault import Vault, new_secret, secret_digest
 from veneer.errors import AlreadyExistsError
@@ -21,7 +22,6 @@ _HERE = Path(__file__).resolve().parent
 _MIGRATIONS = next(folder for folder in (_HERE / "migrations", _HERE.parent / "migrations") if folder.is_dir())
 """Beside this module in an installed wheel, at the root in a checkout."""
 _FIRST = "bootstrap"
-_LOCK = 0x6D696772617465
 
 
 def migrate(settings: Settings, *, revision: str = "head") -> None:
@@ -32,7 +32,7 @@ def migrate(settings: Settings, *, revision: str = "head") -> None:
             config = Config()
             config.set_main_option("script_location", str(_MIGRATIONS))
             config.attributes["connection"] = connection
-            connection.execute(text("SELECT pg_advisory_lock(:lock)"), {"lock": _LOCK})  # another may migrate at the same time
+            connection.execute(locks.TAKE, locks.parameters(Lock.MIGRATION))  # another may migrate at the same time
             connection.commit()
             command.upgrade(config, revision)
             connection.commit()

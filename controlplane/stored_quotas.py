@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from sqlalchemy import func, select, text
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
+from controlplane.locks import Lock, hold
 from veneer.errors import ResourceExhaustedError, Violation
-
-_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended('stored/' || :tenant, 0))")
 
 
 async def check_stored(connection: AsyncConnection, tenant: str, adapter: str, *, num_bytes: int, final: bool) -> None:
@@ -30,7 +29,7 @@ async def check_stored(connection: AsyncConnection, tenant: str, adapter: str, *
     if quotas is None or not (quotas.max_adapters or quotas.max_stored_bytes):
         return
     if final:
-        await connection.execute(_LOCK, {"tenant": tenant})
+        await hold(connection, Lock.STORED, tenant)
     if quotas.max_adapters:
         others = select(func.count()).where(adapters.tenant == tenant, adapters.name != adapter, adapters.delete_time.is_(None))
         num_adapters = (await connection.execute(others)).scalar_one()
