@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from controlplane.jail import die_with
+
 CONTROL_FD = 0
 """Where orders come in."""
 CONFIG_FD, REPORT_FD, WEIGHTS_FD = 0, 1, 3
@@ -86,9 +88,10 @@ class _Server:
         if len(fds) == _NUM_FDS:
             link = fds[-1]
             with contextlib.suppress(OSError):  # no room for a process: the parent sees the link close
+                server = os.getpid()
                 child = os.fork()
                 if child == 0:
-                    _become(self._work, fds)
+                    _become(self._work, fds, server=server)
                 self._links[child] = os.dup(link)
                 self._poll.register(self._links[child], select.POLLRDHUP)
         for fd in fds:
@@ -115,9 +118,10 @@ class _Server:
             os.close(link)
 
 
-def _become(work: Work, fds: list[int]) -> NoReturn:
+def _become(work: Work, fds: list[int], *, server: int) -> NoReturn:
     """Turns a fresh copy of the server into a child: it keeps its own files and nothing of the server's."""
     try:
+        die_with(server)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         config, weights, report, link = (_above(fd) for fd in fds)

@@ -93,7 +93,6 @@ def confine(bounds: Bounds) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     _limit_resources(bounds)
     _control(libc, _PR_SET_DUMPABLE, 0, "PR_SET_DUMPABLE")
-    _control(libc, _PR_SET_PDEATHSIG, signal.SIGKILL, "PR_SET_PDEATHSIG")
     _control(libc, _PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
     code = _build_filter(machine)
     program = _Program(len(code) // 8, code)
@@ -106,6 +105,20 @@ def confine(bounds: Bounds) -> None:
     )
     if result != 0:
         raise JailError(f"the kernel refused the seccomp filter: {os.strerror(ctypes.get_errno())}")
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel end this process when its parent ends.
+
+    Args:
+        parent: The parent's number, which the parent itself took before it forked.
+
+    Raises:
+        JailError: The parent has ended already, so that no signal would come.
+    """
+    _control(ctypes.CDLL(None, use_errno=True), _PR_SET_PDEATHSIG, signal.SIGKILL, "PR_SET_PDEATHSIG")
+    if os.getppid() != parent:
+        raise JailError("the parent has ended")
 
 
 def _limit_resources(bounds: Bounds) -> None:

@@ -42,10 +42,12 @@ class Contender(Protocol):
         """Generates all tokens once."""
 
 
-def main(name: str, setup: Setup) -> None:
+def main(name: str, setup: Setup, *, parent: int) -> None:
     """Answers until the input ends, or until the benchmark dies: a stopped process would not see the end of its input."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return  # it died before the signal was asked for
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     module, _, kind = CONTENDERS[name].partition(".")
@@ -61,4 +63,4 @@ def main(name: str, setup: Setup) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Setup(**json.loads(sys.argv[2])))
+    main(sys.argv[1], Setup(**json.loads(sys.argv[2])), parent=int(sys.argv[3]))

@@ -53,7 +53,7 @@ class Process:
     def __init__(self, name: str, setup: Setup, *, python: str = sys.executable, environment: Mapping[str, str] | None = None):
         self._name = name
         self._child = subprocess.Popen(
-            [python, "-m", "benchmarks.contenders", name, json.dumps(dataclasses.asdict(setup))],
+            [python, "-m", "benchmarks.contenders", name, json.dumps(dataclasses.asdict(setup)), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,4 +1,4 @@
-"""`python -m dataplane.engine --fd N`: one engine on an inherited socket; started by `EngineClient`."""
+"""`python -m dataplane.engine --fd N --parent PID`: one engine on an inherited socket; started by `EngineClient`."""
 
 from __future__ import annotations
 

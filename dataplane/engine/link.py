@@ -66,7 +66,7 @@ class ProcessLink:
         ours, theirs = socket.socketpair()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "dataplane.engine", "--fd", str(theirs.fileno()),
+                sys.executable, "-m", "dataplane.engine", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()),
                 pass_fds=(theirs.fileno(),), env=child_environment(),
             )  # fmt: skip
         except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import queue
 import signal
 import socket
@@ -29,8 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="dataplane.engine", description="One engine on an inherited socket.")
     parser.add_argument("--fd", type=int, required=True, help="descriptor of a connected stream socket")
+    parser.add_argument("--parent", type=int, required=True, help="process that starts this one, and ends it with itself")
     arguments = parser.parse_args(argv)
-    _die_with_parent()
+    if not _die_with(arguments.parent):
+        return 1
     with socket.socket(fileno=arguments.fd) as channel:
         return serve(channel)
 
@@ -92,6 +95,8 @@ class _Writer:
                 return
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> bool:
+    """Has the kernel end this process when its parent ends; False when it has ended already, so that no signal would come."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent

@@ -82,6 +82,14 @@ def test_a_parent_that_dies_takes_server_and_children_with_it(serve: Serve) -> N
     assert os.read(child.report, 1) == b""  # nobody holds the pipe any more
 
 
+def test_a_server_that_is_killed_takes_its_children_with_it(serve: Serve) -> None:
+    server = serve(_WAIT)
+    child = server.order("one")
+    assert os.read(child.report, 7) == b"waiting"
+    server.process.kill()
+    assert os.read(child.report, 1) == b""
+
+
 def test_a_server_that_gets_no_more_orders_goes_after_its_last_child(serve: Serve) -> None:
     server = serve("import os; os.read(0, 1); os.write(1, b'ready'); os._exit(0)")
     child = server.order("one")

@@ -167,3 +167,13 @@ def test_both_machines_have_a_number_for_every_call() -> None:
         code = jail._build_filter(machine)
         assert len(code) % 8 == 0
         assert code.count(jail._instruction(jail._RETURN, jail._ALLOW)) == len(jail._ALLOWED) + 3
+
+
+def test_a_process_whose_parent_has_ended_already_is_told() -> None:
+    script = "import sys; from controlplane.jail import die_with; die_with(int(sys.argv[1]))"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for parent, is_there in ((os.getpid(), True), (ended.pid, False)):
+        done = subprocess.run([sys.executable, "-c", script, str(parent)], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (done.returncode == 0) == is_there, done.stderr
+        assert ("the parent has ended" in done.stderr) != is_there
