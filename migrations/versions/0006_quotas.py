@@ -56,6 +56,20 @@ GRANT EXECUTE ON FUNCTION quotas_of(text) TO veneer_auth;
 """
 
 
+# Row level security would hide the rows from an owner who is no superuser.
+_REFUSE = f"""
+ALTER TABLE tenants NO FORCE ROW LEVEL SECURITY;
+DO $$
+BEGIN
+    IF EXISTS (SELECT FROM tenants WHERE {" OR ".join(f"{name} > 0" for name in _QUOTAS)}) THEN
+        RAISE EXCEPTION 'tenants have quotas, which would be lost; set them to 0 first';
+    END IF;
+END
+$$;
+ALTER TABLE tenants FORCE ROW LEVEL SECURITY;
+"""
+
+
 def upgrade() -> None:
     """Gives tenants quotas, of which none has any yet."""
     columns = ", ".join(f"ADD COLUMN {name} BIGINT DEFAULT 0 NOT NULL" for name in _QUOTAS)
@@ -67,7 +81,8 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Takes them away."""
+    """Takes them away. Refused while a tenant has one."""
+    op.execute(_REFUSE)
     op.execute("DROP FUNCTION quotas_of(text)")
     op.execute("DROP POLICY nodes ON tenants")
     op.execute("DROP TABLE quota_leases")

@@ -261,6 +261,10 @@ def test_tenants_come_through_the_revision_of_quotas_and_back(fresh_database: Te
         migrate(Settings(owner_url=fresh_database.owner_url), revision="0006")
         assert connection.execute(quotas).fetchall() == [(0, 0)]
         connection.execute("UPDATE tenants SET max_stored_bytes = 5")
+        with pytest.raises(DBAPIError, match="tenants have quotas"):
+            take_down(fresh_database.owner_url, "0005")
+        assert connection.execute(quotas).fetchall() == [(0, 5)]
+        connection.execute("UPDATE tenants SET max_stored_bytes = 0")
         take_down(fresh_database.owner_url, "0005")
         migrate(Settings(owner_url=fresh_database.owner_url))
         assert connection.execute(quotas).fetchall() == [(0, 0)]
