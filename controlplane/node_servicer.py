@@ -21,6 +21,7 @@ from controlplane.wire import (
     caller_message,
     change_message,
     demand_of,
+    limits_message,
     measures_of,
     node_message,
     resolution_message,
@@ -189,7 +190,8 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
     async def TakeProbe(self, request: nodes_pb2.TakeProbeRequest, context: _Context) -> nodes_pb2.TakeProbeResponse:
         """See the API."""
         taken = await self._probes.take(current_identity().key_id, request.version)
-        return nodes_pb2.TakeProbeResponse(owner=taken.owner, invocation_tokens=taken.invocation_tokens)
+        limits = limits_message(taken.limits)
+        return nodes_pb2.TakeProbeResponse(owner=taken.owner, invocation_tokens=taken.invocation_tokens, limits=limits)
 
     async def ReportProbe(self, request: nodes_pb2.ReportProbeRequest, context: _Context) -> nodes_pb2.ReportProbeResponse:
         """See the API."""

@@ -11,7 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from sqlalchemy import select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -20,6 +20,7 @@ from controlplane import models
 from controlplane.catalog import READY, Version, version_of
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import NODE, Database, Scope, set_scope
+from controlplane.limits import TenantLimits
 from controlplane.probe_report import ProbeMeasures, ProbeReport, judge
 from controlplane.settings import Settings
 from veneer.errors import NotFoundError, ResourceExhaustedError, UnavailableError
@@ -34,10 +35,11 @@ _LOOK_PART = 0.25  # of what was waited already: so much later than it could hav
 
 @dataclass(frozen=True, slots=True)
 class TakenProbe:
-    """A probe that a node took on: whose version it is of, and which tokens activate it."""
+    """A probe that a node took on: whose version it is of, which tokens activate it, and what the owner may use at most."""
 
     owner: str
     invocation_tokens: tuple[int, ...]
+    limits: TenantLimits
 
 
 class Probes:
@@ -82,7 +84,8 @@ class Probes:
                 raise NotFoundError(_NONE)
             now_s = (await connection.execute(_NOW)).scalar_one()
             await _write(connection, version, ProbeReport(state="ASKED", node=node_id, take_time_s=now_s))
-        return TakenProbe(version.owner, version.report.invocation_tokens)
+            limits = await _limits(connection, version.owner)
+        return TakenProbe(version.owner, version.report.invocation_tokens, limits)
 
     async def report(self, node_id: str, digest: str, measures: ProbeMeasures) -> ProbeReport:
         """Judges what a node measured.
@@ -173,6 +176,13 @@ async def _lock(connection: AsyncConnection, node_id: str, digest: str) -> Versi
     if row is None:
         raise NotFoundError(_NONE)
     return version_of(row)
+
+
+async def _limits(connection: AsyncConnection, tenant: str) -> TenantLimits:
+    names = [one.name for one in fields(TenantLimits)]
+    columns = models.tenants.c
+    query = select(*(columns[name] for name in names)).where(columns.name == tenant)
+    return TenantLimits(**(await connection.execute(query)).mappings().one())
 
 
 async def _write(connection: AsyncConnection, version: Version, probe: ProbeReport) -> None:

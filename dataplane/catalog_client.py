@@ -22,7 +22,7 @@ from dataplane.quotas import Amounts, Demand, Leased
 from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution, TenantLimits, TenantQuotas
 from dataplane.resolve_cache import Key
 from dataplane.usage import UseCounts, UseKey
-from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
+from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc, tenants_pb2
 from veneer.errors import (
     FailedPreconditionError,
     InternalError,
@@ -118,11 +118,12 @@ class ArmOutcomes:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOrder:
-    """A probe that this node took on: of which version, whose it is, and which tokens activate it."""
+    """A probe that this node took on: of which version, whose it is, which tokens activate it, and the owner's limits."""
 
     version: str
     owner: str
     invocation_tokens: tuple[int, ...]
+    limits: TenantLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +319,7 @@ class CatalogClient:
     async def take_probe(self, version: str) -> ProbeOrder:
         """Takes on the probe of a version; NotFoundError when there is none to take."""
         response = await self._call(self._nodes.TakeProbe(nodes_pb2.TakeProbeRequest(version=version), **self._common()))
-        return ProbeOrder(version, response.owner, tuple(response.invocation_tokens))
+        return ProbeOrder(version, response.owner, tuple(response.invocation_tokens), _limits(response.limits))
 
     async def report_probe(self, version: str, measures: ProbeMeasures) -> None:
         """Says what the probe that this node took on gave."""
@@ -386,11 +387,7 @@ def _answer(response: nodes_pb2.ResolveResponse) -> Answer:
         max_priority=caller.max_priority,
         previous_allowed=caller.previous_allowed,
         default_fallback=caller.default_fallback or "NONE",
-        limits=TenantLimits(
-            max_rank_rows=caller.limits.max_rank_rows,
-            max_arena_bytes=caller.limits.max_arena_bytes,
-            max_host_bytes=caller.limits.max_host_bytes,
-        ),
+        limits=_limits(caller.limits),
         quotas=TenantQuotas(
             requests=caller.quotas.max_requests_per_minute,
             tokens=caller.quotas.max_tokens_per_minute,
@@ -403,6 +400,12 @@ def _answer(response: nodes_pb2.ResolveResponse) -> Answer:
     found = response.resolution
     arms = tuple(map(_arm, found.arms))
     return Answer(who, Resolution(found.owner, found.adapter, found.alias, found.generation, arms, found.split_salt))
+
+
+def _limits(limits: tenants_pb2.TenantLimits) -> TenantLimits:
+    return TenantLimits(
+        max_rank_rows=limits.max_rank_rows, max_arena_bytes=limits.max_arena_bytes, max_host_bytes=limits.max_host_bytes
+    )
 
 
 def _arm(version: nodes_pb2.ServableVersion) -> Arm:

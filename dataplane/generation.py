@@ -432,29 +432,34 @@ class Generator:
 
     @asynccontextmanager
     async def _admitted(self, answer: Answer, count: int) -> AsyncIterator[Meter]:
-        with self._place(answer.caller, count):
+        with self.place(answer.caller.tenant, count):
             async with self._metering.request(answer, count) as meter:
                 yield meter
 
     @contextmanager
-    def _place(self, caller: Caller, count: int) -> Iterator[None]:
-        """Places among the running streams, one for each choice."""
+    def place(self, tenant: str, count: int) -> Iterator[None]:
+        """Places among the running streams, one for each choice; those of probes count too.
+
+        Raises:
+            ResourceExhaustedError: The node, or the tenant, has too many.
+            UnavailableError: The node is draining.
+        """
         if self.draining:
             raise UnavailableError("the node is draining", retry_after_s=0.1)
-        limits, running, mine = self._limits, self._streams.total(), self._streams[caller.tenant]
+        limits, running, mine = self._limits, self._streams.total(), self._streams[tenant]
         if running + count > limits.max_streams:
             raise ResourceExhaustedError(f"the node runs {running} streams, at most {limits.max_streams}", retry_after_s=1.0)
         if mine + count > limits.max_streams_per_tenant:
             raise ResourceExhaustedError(
                 f"the tenant runs {mine} streams, at most {limits.max_streams_per_tenant}", retry_after_s=1.0
             )
-        self._streams[caller.tenant] += count
+        self._streams[tenant] += count
         self._idle.clear()
         try:
             yield
         finally:
-            self._streams[caller.tenant] -= count
-            if not self._streams[caller.tenant]:
-                del self._streams[caller.tenant]
+            self._streams[tenant] -= count
+            if not self._streams[tenant]:
+                del self._streams[tenant]
             if not self._streams:
                 self._idle.set()

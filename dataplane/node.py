@@ -196,6 +196,11 @@ class Node:
         outcomes = Outcomes()
         self.outcomes = OutcomeReporter(outcomes, self.client.report_outcomes)
         self.usage = UsageReporter(settings.usage_journals, self.client.report_usage, on_lost=self.metrics.usage_lost)
+        limits = TenantLimits(
+            max_rank_rows=settings.max_rank_rows_per_tenant,
+            max_arena_bytes=settings.max_arena_bytes_per_tenant,
+            max_host_bytes=settings.max_host_bytes_per_tenant,
+        )
         self.generator = Generator(
             outcomes=outcomes,
             resolver=self.resolver,
@@ -212,11 +217,7 @@ class Node:
                 slow_reader_s=settings.slow_reader_s,
                 fallback_after_s=settings.fallback_after_s,
             ),
-            tenant_limits=TenantLimits(
-                max_rank_rows=settings.max_rank_rows_per_tenant,
-                max_arena_bytes=settings.max_arena_bytes_per_tenant,
-                max_host_bytes=settings.max_host_bytes_per_tenant,
-            ),
+            tenant_limits=limits,
         )
         self.prober = Prober(
             self.client,
@@ -225,6 +226,8 @@ class Node:
             store=self.store,
             prompts=self.prompts,
             dtype=self.store.dtype,
+            place=self.generator.place,
+            limits=limits,
         )
         self.pins = Pins(
             self.supervisor,
@@ -366,7 +369,7 @@ class Node:
         self.resolver.invalidate([Subject(change.tenant, change.adapter) for change in changes])
         for change in changes:
             if change.kind == PROBE_ASKED:
-                self.prober.ask(change.version)
+                self.prober.ask(change.tenant, change.version)
             elif change.version:
                 self.prefetcher.recheck(change.version)
                 if change.kind == ALIAS_MOVED and self.resolver.was_asked_lately(change.tenant, change.adapter):

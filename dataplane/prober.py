@@ -1,7 +1,9 @@
 """Probes of versions that were just published: prompts on version and base, and samples of what the engine computes.
 
 The control plane asks through the change feed; the first node of the base that takes a probe on does it, and says what it
-measured. The control plane judges. A node that cannot do it now says nothing, and another may take it on after a while.
+measured. The control plane judges. A node that cannot do it now says nothing, and another may take it on after a while. One probe
+at a time runs on a node, within the limits of the tenant whose version it is: its prompts have places among the tenant's streams,
+and the version is loaded and run as for a request of that tenant.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import asyncio
 import logging
 import math
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
@@ -24,6 +26,7 @@ from dataplane.engine.messages import MAX_LOGPROBS, Delta, Logprobs, Sampling, S
 from dataplane.engine.samples import sample_columns, sample_input
 from dataplane.frontend.prompts import Prompts, TextPrompt
 from dataplane.invocation import find_start
+from dataplane.resolution import TenantLimits
 from dataplane.store import StoredVersion
 from veneer.artifact import Pair
 from veneer.errors import (
@@ -103,28 +106,44 @@ class Prober:
         store: Reads the stored files.
         prompts: Texts to ids.
         dtype: Type in which adapters are held.
+        place: Holds so many places among a tenant's streams.
+        limits: What a tenant may use at most of whom the catalogue says nothing else.
     """
 
-    def __init__(self, catalog: Catalog, *, engine: Engine, loader: Loader, store: Store, prompts: Prompts, dtype: str) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        *,
+        engine: Engine,
+        loader: Loader,
+        store: Store,
+        prompts: Prompts,
+        dtype: str,
+        place: Callable[[str, int], AbstractContextManager[None]],
+        limits: TenantLimits,
+    ) -> None:
         self._catalog = catalog
         self._engine = engine
         self._loader = loader
         self._store = store
         self._prompts = prompts
         self._tolerance = TOLERANCES[dtype]
-        self._asked: asyncio.Queue[str] = asyncio.Queue(_MAX_ASKED)
+        self._place = place
+        self._limits = limits
+        self._asked: asyncio.Queue[tuple[str, str]] = asyncio.Queue(_MAX_ASKED)
 
-    def ask(self, version: str) -> None:
-        """Notes that a probe is asked for; beyond what may wait, other nodes take it on, or nobody."""
+    def ask(self, tenant: str, version: str) -> None:
+        """Notes that a probe of a tenant's version is asked for; beyond what may wait, other nodes take it on, or nobody."""
         with suppress(asyncio.QueueFull):
-            self._asked.put_nowait(version)
+            self._asked.put_nowait((tenant, version))
 
     async def run(self) -> None:
         """Does what is asked for until cancelled."""
         while True:
-            version = await self._asked.get()
+            tenant, version = await self._asked.get()
             try:
-                await self.probe(version)
+                with self._place(tenant, len(TEXTS)):
+                    await self.probe(version)
             except NotFoundError:  # another node has it, or it is for another base
                 continue
             except (VeneerError, TimeoutError) as error:
@@ -140,7 +159,8 @@ class Prober:
             VeneerError: It could not be done now.
         """
         order = await self._catalog.take_probe(version)
-        claim = self._loader.ensure(version, order.owner)
+        order = replace(order, limits=order.limits.over(self._limits))
+        claim = self._loader.ensure(version, order.owner, max_bytes=order.limits.max_host_bytes)
         try:
             async with asyncio.timeout(_LOAD_S):
                 await asyncio.shield(claim.loaded)
@@ -202,6 +222,8 @@ class Prober:
             sampling=sampling,
             version=version,
             active_from=0 if version is None else find_start(ids, order.invocation_tokens) or 0,
+            max_rank_rows=order.limits.max_rank_rows,
+            max_arena_bytes=order.limits.max_arena_bytes,
         )
         deltas = [delta async for delta in self._engine.submit(submit)]
         first = deltas[0]

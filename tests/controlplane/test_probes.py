@@ -12,7 +12,7 @@ from controlplane.catalog import find_version
 from controlplane.db import Scope
 from controlplane.probe_report import ProbeMeasures, judge
 from tests.fixtures.controlplane import Client, World, refused, tiny_base
-from veneer.controlplane.v1 import catalog_pb2, nodes_pb2
+from veneer.controlplane.v1 import catalog_pb2, nodes_pb2, tenants_pb2
 
 GOOD = {
     "finite": True,
@@ -182,7 +182,9 @@ async def test_a_probe_is_one_nodes_and_only_of_its_base(world: World, acme: Cli
     version = await asked(acme)
     for refusing, digest in ((foreign, version), (node, plain), (node, "0" * 64)):
         assert (await refused(take(refusing, digest)))[0] == grpc.StatusCode.NOT_FOUND
-    await take(node, version)
+    limits = tenants_pb2.TenantLimits(max_rank_rows=64, max_host_bytes=1 << 30)
+    await world.operator.tenants.SetTenantLimits(tenants_pb2.SetTenantLimitsRequest(tenant="acme", limits=limits))
+    assert (await take(node, version)).limits == limits
     assert (await refused(take(second, version)))[0] == grpc.StatusCode.NOT_FOUND
     for refusing in (second, foreign):
         assert (await refused(report(refusing, version)))[0] == grpc.StatusCode.NOT_FOUND

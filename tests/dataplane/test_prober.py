@@ -19,7 +19,7 @@ from tests.dataplane.doubles import FolderSource, until
 from tests.dataplane.rig import ControlPlane, Rig, run_node, save_model, settings_for
 from tests.fixtures.adapters import Tensors, make_adapter_folder
 from veneer.artifact import BaseDescription, describe_base
-from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
+from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc, tenants_pb2
 
 
 class ProbingPlane(ControlPlane):
@@ -29,6 +29,7 @@ class ProbingPlane(ControlPlane):
         super().__init__(base, folder)
         self.base = base
         self.invocation: tuple[int, ...] = ()
+        self.limits = tenants_pb2.TenantLimits()
         self.orders = 0
         self.taken: list[str] = []
         self.reports: list[nodes_pb2.ProbeMeasures] = []
@@ -44,7 +45,7 @@ class ProbingPlane(ControlPlane):
         if not self.orders:
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is none")
         self.orders -= 1
-        return nodes_pb2.TakeProbeResponse(owner="acme", invocation_tokens=self.invocation)
+        return nodes_pb2.TakeProbeResponse(owner="acme", invocation_tokens=self.invocation, limits=self.limits)
 
     async def ReportProbe(self, request: Any, context: Any) -> Any:
         assert request.version == self.source.version
@@ -178,6 +179,39 @@ async def test_a_probe_that_breaks_off_leaves_the_next_one_its_turn(
         await until(lambda: chosen)
     found = await probe(plane, make_adapter_folder(tmp_path / "next", plane.base, ranks=3, seed=9))
     assert (found.finite, plane.reports) == (True, [])
+
+
+async def test_a_version_that_the_limits_of_its_tenant_do_not_admit_is_told(
+    rig: Rig, plane: ProbingPlane, tmp_path: Path
+) -> None:
+    plane.limits = tenants_pb2.TenantLimits(max_host_bytes=1)
+    found = await probe(plane, make_adapter_folder(tmp_path / "large", plane.base, ranks=5))
+    assert found.fault.startswith("FAILED_PRECONDITION")
+    plane.limits = tenants_pb2.TenantLimits(max_rank_rows=1)
+    found = await probe(plane, make_adapter_folder(tmp_path / "high", plane.base, ranks=5, seed=2))
+    assert found.fault.startswith("FAILED_PRECONDITION")
+
+
+async def test_a_probe_has_its_places_among_the_streams_of_its_tenant(rig: Rig, plane: ProbingPlane, tmp_path: Path) -> None:
+    generator = rig.node.generator
+    limit = generator._limits.max_streams_per_tenant
+    seen: list[int] = []
+
+    def sees(self: Any, order: Any) -> Any:
+        seen.append(generator.num_streams)
+        return measure(self, order)
+
+    measure = prober.Prober._measure
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prober.Prober, "_measure", sees)
+        with generator.place("acme", limit):
+            plane.publish(make_adapter_folder(tmp_path / "beyond", plane.base, ranks=5))
+            await until(lambda: rig.node.prober._asked.empty() and rig.node.feed._cursor == str(len(plane.changes)))
+            assert not plane.taken  # another node may
+        with generator.place("rival", limit):
+            found = await probe(plane, make_adapter_folder(tmp_path / "within", plane.base, ranks=3, seed=9))
+    assert (found.finite, seen) == (True, [limit + 3])
+    await until(lambda: generator.num_streams == 0)
 
 
 async def test_a_token_that_lost_all_probability_is_told_as_not_finite(
