@@ -12,7 +12,7 @@ from veneer.artifact.faults import Faults, quote
 from veneer.artifact.header import TensorRef
 from veneer.artifact.keys import Key, KeyMap
 from veneer.artifact.limits import Limits
-from veneer.artifact.patterns import Pattern, PatternError
+from veneer.artifact.patterns import Names, Pattern, PatternError
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -100,10 +100,12 @@ def pair_up(tensors: Iterable[TensorRef], config: Config, base: BaseDescription,
             faults.add(f"{WEIGHTS}: {quote(tensor.name)}", key)
     _check_one_writer(keys, faults=faults)
     modules = _gather(keys, faults=faults)
+    ranks, alphas = _Values(config.rank_patterns, config.rank), _Values(config.alpha_patterns, config.alpha)
     pairs, biases = [], []
     for (layer, index), found in sorted(modules.items()):
         if set(found.parts) - {"bias"}:
-            pair = _check_pair(found, layer, index, config, base, limits=limits, faults=faults)
+            expected, alpha = ranks.of(found.path), alphas.of(found.path)
+            pair = _check_pair(found, layer, index, config, base, expected=expected, alpha=alpha, limits=limits, faults=faults)
             if pair is not None:
                 pairs.append(pair)
         bias = _check_vector(found, "bias", base.module_at(layer, index), faults=faults)
@@ -116,7 +118,9 @@ def pair_up(tensors: Iterable[TensorRef], config: Config, base: BaseDescription,
     adapted = [found.path for found in modules.values() if "A" in found.parts]
     has_head = all(key.has_head for key, _ in keys)
     if adapted:
-        _check_patterns(config, adapted, key_map.paths(has_head=has_head), faults=faults)
+        all_paths = key_map.paths(has_head=has_head)
+        for name, values in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+            _check_patterns(name, values, adapted, all_paths, config, faults=faults)
         _compare_targets(config, adapted, limits=limits)
     elif not len(faults):
         faults.add(WEIGHTS, "has no LoRA pair; nothing would be applied")
@@ -159,7 +163,16 @@ def _gather(keys: Iterable[tuple[Key, TensorRef]], *, faults: Faults) -> dict[tu
 
 
 def _check_pair(
-    found: _Module, layer: int, index: int, config: Config, base: BaseDescription, *, limits: Limits, faults: Faults
+    found: _Module,
+    layer: int,
+    index: int,
+    config: Config,
+    base: BaseDescription,
+    *,
+    expected: float,
+    alpha: float,
+    limits: Limits,
+    faults: Faults,
 ) -> Pair | None:
     a, b = found.parts.get("A"), found.parts.get("B")
     if a is None or b is None:
@@ -179,10 +192,8 @@ def _check_pair(
         faults.add(f"{WEIGHTS}: {quote(b.name)}", f"has {b.shape[1]} columns, but its lora_A has {rank} rows; both are the rank")
     elif rank > limits.max_rank:
         faults.add(f"{WEIGHTS}: {quote(a.name)}", f"has rank {rank}; at most {limits.max_rank} is allowed")
-    expected = _first_match(config.rank_patterns, found.path, config.rank)
     if expected and expected != rank:
         faults.add(f"{WEIGHTS}: {quote(a.name)}", f"has rank {rank}, but {WHERE} gives {int(expected)}")
-    alpha = _first_match(config.alpha_patterns, found.path, config.alpha)
     scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
     if abs(scaling) > limits.max_scaling:
         faults.add(
@@ -209,21 +220,46 @@ def _check_vector(found: _Module, part: str, module: TargetModule, *, faults: Fa
     return vector
 
 
-def _first_match(patterns: Iterable[PatternValue], path: str, default: float) -> float:
-    return next((entry.value for entry in patterns if entry.pattern.matches_tail(path)), default)
+class _Values:
+    """What a pattern field gives each module: the first entry that matches decides.
+
+    Args:
+        entries: In the order of the file.
+        default: For modules that none matches.
+    """
+
+    def __init__(self, entries: Sequence[PatternValue], default: float) -> None:
+        self._entries, self._default = entries, default
+        self._names = Names([entry.pattern for entry in entries])
+        self._expressions = [(place, entry) for place, entry in enumerate(entries) if not entry.pattern.is_name]
+
+    def of(self, path: str) -> float:
+        """Returns the value for a module."""
+        first = min(self._names.matching_tail(path), default=len(self._entries))
+        for place, entry in self._expressions:
+            if place > first:
+                break
+            if entry.pattern.matches_tail(path):
+                return entry.value
+        return self._entries[first].value if first < len(self._entries) else self._default
+
+    def unused(self, paths: Sequence[str]) -> list[PatternValue]:
+        """Returns the entries that match none of these modules."""
+        used = {place for path in paths for place in self._names.matching_tail(path)}
+        used |= {place for place, entry in self._expressions if any(entry.pattern.matches_tail(path) for path in paths)}
+        return [entry for place, entry in enumerate(self._entries) if place not in used]
 
 
-def _check_patterns(config: Config, adapted: Sequence[str], all_paths: Sequence[str], *, faults: Faults) -> None:
+def _check_patterns(
+    name: str, values: _Values, adapted: Sequence[str], all_paths: Sequence[str], config: Config, *, faults: Faults
+) -> None:
     """Refuses patterns that name no module of the base; PEFT would ignore them in silence."""
-    for name, entries in (("rank_pattern", config.rank_patterns), ("alpha_pattern", config.alpha_patterns)):
-        for entry in entries:
-            if any(entry.pattern.matches_tail(path) for path in adapted):
-                continue
-            shown = quote(entry.pattern.text)
-            if any(entry.pattern.matches_tail(path) for path in all_paths):
-                config.warnings.append(f"{name} names {shown}, but the file has no such module")
-            else:
-                faults.add(f"{WHERE}: {name}[{shown}]", "matches no module of the base")
+    for entry in values.unused(adapted):
+        shown = quote(entry.pattern.text)
+        if any(entry.pattern.matches_tail(path) for path in all_paths):
+            config.warnings.append(f"{name} names {shown}, but the file has no such module")
+        else:
+            faults.add(f"{WHERE}: {name}[{shown}]", "matches no module of the base")
 
 
 def _compare_targets(config: Config, adapted: Sequence[str], *, limits: Limits) -> None:

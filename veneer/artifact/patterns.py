@@ -21,6 +21,7 @@ _MAX_DEPTH = 32
 _MAX_REPEAT = 1000
 _ROUNDS = 64  # a repeat goes round about once for each character of a path, whatever its counts say
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
+_NO_DOT = re.compile(r"[^.]")
 _COUNTS = re.compile(r"\{(\d{0,6})(?:(,)(\d{0,6}))?\}")
 _NAMED_GROUP = re.compile(r"\?P<[A-Za-z_]\w{0,63}>", re.ASCII)
 _WORD = frozenset(string.ascii_letters + string.digits + "_")
@@ -36,6 +37,7 @@ class Pattern:
 
     Attributes:
         text: The expression.
+        is_name: It is a plain name, in which a dot still stands for any character, as nearly all are.
         num_steps: Parts that one match may have to look at, repeats counted; 0 for a plain name.
 
     Args:
@@ -47,13 +49,14 @@ class Pattern:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._plain = _PLAIN.fullmatch(text) is not None
-        compiled = _Parser(text).parse()
-        self._step = compiled.step
-        self.num_steps = 0 if self._plain else compiled.num_steps
+        self.is_name = _PLAIN.fullmatch(text) is not None
+        compiled = _Part(_nowhere, num_steps=0) if self.is_name else _Parser(text).parse()
+        self._step, self.num_steps = compiled.step, compiled.num_steps
 
     def matches_whole(self, path: str) -> bool:
         """Tells whether the whole path matches, as `re.fullmatch` does."""
+        if self.is_name:
+            return len(path) == len(self.text) and _masked(path, self.text) == self.text
         return bool(self._step(path, 1) >> len(path) & 1)
 
     def matches_tail(self, path: str) -> bool:
@@ -61,16 +64,59 @@ class Pattern:
 
         The match begins at the start of the path or right behind a dot, and reaches to the end.
         """
-        if self._plain:  # nearly all patterns are module names; a dot still stands for any character
-            start = len(path) - len(self.text)
-            if start < 0 or (start > 0 and path[start - 1] != "."):
-                return False
-            return all(wanted in (".", found) for wanted, found in zip(self.text, path[start:], strict=True))
+        if self.is_name:
+            tail = _tail(path, len(self.text))
+            return tail is not None and (tail == self.text or _masked(tail, self.text) == self.text)
         starts = 1
         for position, character in enumerate(path):
             if character == ".":
                 starts |= 1 << (position + 1)
         return bool(self._step(path, starts) >> len(path) & 1)
+
+
+class Names:
+    """The plain names among patterns, to be looked up rather than tried: some adapters have a pattern for each of their modules.
+
+    Names of one length with dots at the same places are one table, and a path's end, with dots put there, is its key. Immutable.
+
+    Args:
+        patterns: In order; others than names are passed over.
+    """
+
+    def __init__(self, patterns: Sequence[Pattern]) -> None:
+        self._tables: dict[str, dict[str, int]] = {}
+        for place, pattern in enumerate(patterns):
+            if pattern.is_name:
+                shape = _NO_DOT.sub("x", pattern.text)
+                self._tables.setdefault(shape, {}).setdefault(pattern.text, place)
+
+    def matching_tail(self, path: str) -> list[int]:
+        """Returns the places of those that match a path, in no order; see `Pattern.matches_tail`."""
+        found = []
+        for shape, names in self._tables.items():
+            tail = _tail(path, len(shape))
+            if tail is not None and (place := names.get(_masked(tail, shape))) is not None:
+                found.append(place)
+        return found
+
+
+def _tail(path: str, length: int) -> str | None:
+    """The end of a path, if it begins a segment."""
+    start = len(path) - length
+    return path[start:] if start == 0 or (start > 0 and path[start - 1] == ".") else None
+
+
+def _masked(text: str, shape: str) -> str:
+    """Puts dots into a text where a shape of its length has some."""
+    pieces, start = [], 0
+    for piece in shape.split("."):
+        pieces.append(text[start : start + len(piece)])
+        start += len(piece) + 1
+    return ".".join(pieces)
+
+
+def _nowhere(text: str, positions: int) -> int:  # noqa: ARG001 - a step's form
+    raise AssertionError("a plain name is not matched in steps")
 
 
 def _none_of(characters: frozenset[str], text: str, positions: int) -> int:

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from veneer.artifact.patterns import Pattern, PatternError
+from veneer.artifact.config import PatternValue
+from veneer.artifact.pairs import _Values
+from veneer.artifact.patterns import Names, Pattern, PatternError
 
 PATHS = [
     f"model.layers.{layer}.{module}" for layer in (0, 1, 10) for module in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")
@@ -42,6 +44,28 @@ def test_expressions_that_people_write_match_as_in_python(text: str) -> None:
     for path in PATHS:
         assert Pattern(text).matches_whole(path) == bool(re.fullmatch(text, path))
         assert Pattern(text).matches_tail(path) == bool(re.match(rf"(.*\.)?({text})$", path))
+
+
+_SEGMENTS = st.lists(st.text("ab1", min_size=1, max_size=2), min_size=1, max_size=4)
+
+
+@given(st.lists(st.text("ab1.", min_size=1, max_size=8), max_size=8, unique=True), _SEGMENTS)
+def test_names_that_are_looked_up_are_those_that_match_one_by_one(texts: list[str], segments: list[str]) -> None:
+    path, patterns = ".".join(segments), [Pattern(text) for text in [*texts, "a|b"]]
+    wanted = [place for place, text in enumerate(texts) if re.match(rf"(.*\.)?({text})$", path)]
+    assert sorted(Names(patterns).matching_tail(path)) == wanted
+    for place, pattern in enumerate(patterns[:-1]):
+        assert pattern.matches_tail(path) == (place in wanted)
+        assert pattern.matches_whole(path) == bool(re.fullmatch(pattern.text, path))
+
+
+@given(st.lists(st.sampled_from(["a", "b", "b.a", "a|b", ".*", "(b)", "1.a", "^a"]), max_size=6, unique=True), _SEGMENTS)
+def test_the_first_entry_decides_whether_it_is_a_name_or_an_expression(texts: list[str], segments: list[str]) -> None:
+    path = ".".join(segments)
+    values = _Values([PatternValue(Pattern(text), place) for place, text in enumerate(texts)], -1.0)
+    matching = [place for place, text in enumerate(texts) if re.match(rf"(.*\.)?({text})$", path)]
+    assert values.of(path) == min(matching, default=-1.0)
+    assert [entry.value for entry in values.unused([path])] == [place for place in range(len(texts)) if place not in matching]
 
 
 @pytest.mark.parametrize(
