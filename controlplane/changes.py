@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
 from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -32,6 +33,8 @@ class ChangeKind(IntEnum):
 
 
 _KINDS = frozenset(ChangeKind)
+NODE_KEYS: Final = 1000
+"""Kind of a change to a node's keys, with the node's identifier as the adapter. A trigger writes it; no data plane is told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,7 @@ class ChangeFeed:
                 kind=ChangeKind(row.kind), tenant=row.tenant, adapter=row.adapter, version=row.version, generation=row.generation
             )
             for row in rows
-            if row.kind in _KINDS  # a newer process beside this one may write others, which its own readers understand
+            if row.kind in _KINDS  # not `NODE_KEYS`, nor what a newer process beside this one writes for readers of its own
         )
         last = (rows[-1].xid, rows[-1].id) if rows else start
         return ChangePage(changes, _cursor(*last))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 _K = TypeVar("_K", bound=Hashable)
@@ -19,30 +19,39 @@ class Coalesced(Generic[_K, _V]):
     def __init__(self, look_up: Callable[[_K], Awaitable[_V]]) -> None:
         """Takes the lookup; what it raises, all raise who share it."""
         self._look_up = look_up
-        self._waiting: dict[_K, asyncio.Future[_V]] = {}
+        self._waiting: dict[_K, list[asyncio.Future[_V]]] = {}
         self._running: dict[_K, asyncio.Task[None]] = {}
 
     async def get(self, key: _K) -> _V:
         """The value, by a lookup that begins after this call."""
-        waiting = self._waiting.get(key)
-        if waiting is None:
-            waiting = self._waiting[key] = asyncio.get_running_loop().create_future()
-            if key not in self._running:
-                self._running[key] = asyncio.create_task(self._run(key), name="coalesced lookup")
-        return await asyncio.shield(waiting)  # one that goes away takes nobody along
+        mine: asyncio.Future[_V] = asyncio.get_running_loop().create_future()  # one that goes away takes nobody along
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append(mine)
+        if len(waiting) == 1 and key not in self._running:
+            self._running[key] = asyncio.create_task(self._run(key), name="coalesced lookup")
+        return await mine
 
     async def _run(self, key: _K) -> None:
         try:
             while (waiting := self._waiting.pop(key, None)) is not None:
                 try:
-                    waiting.set_result(await self._look_up(key))
+                    value = await self._look_up(key)
                 except Exception as error:  # noqa: BLE001  it is theirs who wait
-                    waiting.set_exception(error)
-                    waiting.exception()  # nobody may be left to see it
+                    for one in _left(waiting):
+                        one.set_exception(error)
+                        one.exception()  # it may go away before it sees it
                 except BaseException:
-                    waiting.cancel()
+                    for one in waiting:
+                        one.cancel()
                     raise
+                else:
+                    for one in _left(waiting):
+                        one.set_result(value)
         finally:
             del self._running[key]
-            if (left := self._waiting.pop(key, None)) is not None:
-                left.cancel()
+            for one in self._waiting.pop(key, ()):
+                one.cancel()
+
+
+def _left(waiting: Iterable[asyncio.Future[_V]]) -> Iterable[asyncio.Future[_V]]:
+    return (one for one in waiting if not one.done())

@@ -13,8 +13,8 @@ from psycopg import errors as pg_errors
 from sqlalchemy import event, exc, text
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
-from sqlalchemy.pool import NullPool
 
+from controlplane.pipeline import Pipeline, Statement
 from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
 from veneer.access import current_actor
 from veneer.errors import AbortedError, InternalError, InvalidArgumentError, UnavailableError, VeneerError
@@ -23,6 +23,14 @@ _READ_ONLY = "25006"
 _ADMIN_SHUTDOWN = "57P01"
 _POOL_RECYCLE_S = 300
 # A server that vanished without a word is found within seconds; by default TCP asks after two hours.
+_AWAY = (
+    exc.OperationalError,
+    exc.InterfaceError,
+    exc.TimeoutError,
+    asyncio.TimeoutError,
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+)
 _LIVENESS = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
 _SET_SCOPE = text("""
     SELECT set_config('app.tenant', :tenant, true), set_config('app.scope', :scope, true), set_config('app.actor', :actor, true)
@@ -72,17 +80,16 @@ class Database:
         app: Engine of `veneer_app`, under row-level security.
         auth: Engine of `veneer_auth`, which may call `identify` and nothing else.
         relay: Engine of `veneer_relay`, which reads the outbox and the change feed.
-        looks: Engine of `veneer_relay` that keeps no connection: each is made anew.
         pool_size: Connections of a role that stay open. What is asked often keeps to so many: to make a further one takes longer
             than to wait.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.pool_size = settings.pool_size
+        self._settings = settings
         self.app = _engine(settings, APP_ROLE, overflow=settings.pool_overflow)
         self.auth = _engine(settings, AUTH_ROLE, overflow=settings.pool_overflow, isolation_level="AUTOCOMMIT")
         self.relay = _engine(settings, RELAY_ROLE, overflow=4)  # jobs that one process does keep a session each
-        self.looks = _engine(settings, RELAY_ROLE, overflow=None, isolation_level="AUTOCOMMIT")
 
     @asynccontextmanager
     async def transaction(
@@ -107,6 +114,23 @@ class Database:
                 if dry_run:
                     await connection.rollback()
 
+    async def open(self, role: str, *statements: Statement) -> Pipeline:
+        """Makes a connection of a role with prepared statements, for its caller to keep and close; it comes from no pool.
+
+        Raises:
+            UnavailableError: The database is away.
+        """
+        _, address = self.app.dialect.create_connect_args(self._settings.role_url(role))
+        with translated():
+            connection = await psycopg.AsyncConnection.connect(autocommit=True, **address, **_connect_args(self._settings, role))
+            pipeline = Pipeline(connection)
+            try:
+                await pipeline.prepare(*statements)
+            except BaseException:
+                await pipeline.close()
+                raise
+        return pipeline
+
     async def renew(self) -> None:
         """Has what is asked from now on use new connections; those in use are closed when they come back."""
         for engine in (self.app, self.auth):
@@ -114,7 +138,7 @@ class Database:
 
     async def close(self) -> None:
         """Closes all connections."""
-        for engine in (self.app, self.auth, self.relay, self.looks):
+        for engine in (self.app, self.auth, self.relay):
             await engine.dispose()
 
 
@@ -142,17 +166,14 @@ class translated:  # noqa: N801  reads as a block: `with translated(): …`
         if isinstance(error, exc.IntegrityError):
             name = error.orig.diag.constraint_name if isinstance(error.orig, psycopg.Error) else None
             return self._refusals.get(name or "") or InternalError(f"a constraint of the catalogue was violated: {name}")
-        if isinstance(error, exc.DataError) or _is_nul(error):
+        if isinstance(error, exc.DataError | psycopg.DataError) or _is_nul(error):
             return InvalidArgumentError(
                 "a text or number in the request cannot be stored (a NUL character, or a number out of range)"
             )
-        if isinstance(error, exc.DBAPIError) and isinstance(
-            error.orig, pg_errors.SerializationFailure | pg_errors.DeadlockDetected
-        ):
+        cause = error.orig if isinstance(error, exc.DBAPIError) else error
+        if isinstance(cause, pg_errors.SerializationFailure | pg_errors.DeadlockDetected):
             return AbortedError("the change lost against another one; try again", retry_after_s=0.1)
-        if isinstance(error, exc.OperationalError | exc.InterfaceError | exc.TimeoutError | asyncio.TimeoutError) or (
-            isinstance(error, exc.DBAPIError) and error.connection_invalidated
-        ):
+        if isinstance(error, _AWAY) or (isinstance(error, exc.DBAPIError) and error.connection_invalidated):
             return UnavailableError("the database is away", retry_after_s=1.0)
         return None
 
@@ -165,36 +186,35 @@ def _engine(
     settings: Settings,
     role: str,
     *,
-    overflow: int | None,
+    overflow: int,
     isolation_level: Literal["AUTOCOMMIT", "READ COMMITTED"] = "READ COMMITTED",
 ) -> AsyncEngine:
+    engine = create_async_engine(
+        settings.role_url(role),
+        pool_size=settings.pool_size,
+        max_overflow=overflow,
+        pool_timeout=settings.pool_timeout_s,
+        pool_recycle=_POOL_RECYCLE_S,
+        pool_pre_ping=True,
+        isolation_level=isolation_level,
+        connect_args=_connect_args(settings, role),
+    )
+    event.listen(engine.sync_engine, "handle_error", _mark_disconnects)
+    return engine
+
+
+def _connect_args(settings: Settings, role: str) -> dict[str, Any]:
     options = (
         f"-c statement_timeout={int(settings.statement_timeout_s * 1000)}"
         f" -c idle_in_transaction_session_timeout={int(settings.statement_timeout_s * 1000)}"
     )
-    pool: dict[str, Any] = {"poolclass": NullPool}
-    if overflow is not None:
-        pool = {
-            "pool_size": settings.pool_size,
-            "max_overflow": overflow,
-            "pool_timeout": settings.pool_timeout_s,
-            "pool_recycle": _POOL_RECYCLE_S,
-            "pool_pre_ping": True,
-        }
-    engine = create_async_engine(
-        settings.role_url(role),
-        **pool,
-        isolation_level=isolation_level,
-        connect_args={
-            "connect_timeout": settings.connect_timeout_s,
-            "options": options,
-            "target_session_attrs": "read-write",
-            **_LIVENESS,
-            "application_name": f"veneer-controlplane/{role}",
-        },
-    )
-    event.listen(engine.sync_engine, "handle_error", _mark_disconnects)
-    return engine
+    return {
+        "connect_timeout": settings.connect_timeout_s,
+        "options": options,
+        "target_session_attrs": "read-write",
+        **_LIVENESS,
+        "application_name": f"veneer-controlplane/{role}",
+    }
 
 
 def _mark_disconnects(context: ExceptionContext) -> None:

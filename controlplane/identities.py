@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from sqlalchemy import text
 
@@ -13,11 +13,10 @@ from controlplane.coalesced import Coalesced
 from controlplane.db import Database, translated
 from controlplane.fallback import FallbackPolicy
 from controlplane.limits import TenantLimits, TenantQuotas
-from controlplane.remembered import Freshness
+from controlplane.remembered import SOON_S, Freshness, node_subject
 from controlplane.vault import Vault
-from veneer.access import Identity, Kind
+from veneer.access import Identity
 
-_SOON = timedelta(seconds=60)
 _IDENTIFY = text("""
     SELECT i.kind, i.id, i.tenant, i.roles, i.expire_time, i.fallback_allowed, i.weight, f.previous_allowed, f.default_fallback,
            i.max_rank_rows, i.max_arena_bytes, i.max_host_bytes, q.*
@@ -32,10 +31,7 @@ class Holder:
     """The holder of a valid credential.
 
     Attributes:
-        kind: `tenant`, `operator`, `node` or `enrollment`.
-        id: Identifier of the key, node or enrolment.
-        tenant: Name of the tenant, for tenant keys.
-        roles: Names of the key's roles, for tenant keys.
+        identity: Kind, identifier, tenant and roles, as calls know them.
         expire_time: When the credential ends by itself; None: never.
         fallback: For tenant keys: what may answer when a version cannot be had in time.
         weight: For tenant keys: share of capacity relative to other tenants.
@@ -43,10 +39,7 @@ class Holder:
         quotas: For tenant keys: what it may use at most in all.
     """
 
-    kind: Kind
-    id: str
-    tenant: str
-    roles: frozenset[str]
+    identity: Identity
     expire_time: datetime | None
     fallback: FallbackPolicy
     weight: int
@@ -57,7 +50,8 @@ class Holder:
 class Identities:
     """Looks credentials up, as the role that may do nothing else. Also the `Authenticator` of both listeners.
 
-    Owned by one event loop. Holders of tenant keys are remembered; who asks for one credential at the same time shares a lookup.
+    Owned by one event loop. Holders of keys of tenants and nodes are remembered; who asks for one credential at the same time
+    shares a lookup.
     """
 
     def __init__(self, database: Database, vault: Vault, freshness: Freshness) -> None:
@@ -74,14 +68,16 @@ class Identities:
             UnavailableError: The database is away.
         """
         await self._freshness.check()
-        memory = self._freshness.tenants
-        known: Holder | None = memory.get(key_digest)
-        if known is not None and not _ends_soon(known, self._freshness.now):
+        tenants, nodes = self._freshness.tenants, self._freshness.nodes
+        known: Holder | None = tenants.get(key_digest) or nodes.get(key_digest)
+        if known is not None and not _ends_soon(known, self._freshness.now_s):
             return known
-        epoch = memory.epoch
+        epochs = tenants.epoch, nodes.epoch
         holder = await self._lookups.get(key_digest)
-        if holder is not None and holder.kind == "tenant":
-            memory.put(key_digest, holder, about=(holder.tenant, ""), epoch=epoch)
+        if holder is not None and holder.identity.kind == "tenant":
+            tenants.put(key_digest, holder, about=[(holder.identity.tenant, "")], epoch=epochs[0])
+        elif holder is not None and holder.identity.kind == "node":
+            nodes.put(key_digest, holder, about=[node_subject(holder.identity.key_id)], epoch=epochs[1])
         return holder
 
     async def _look_up(self, key_digest: bytes) -> Holder | None:
@@ -91,10 +87,9 @@ class Identities:
         if row is None:
             return None
         return Holder(
-            kind=row.kind,
-            id=str(row.id),
-            tenant=row.tenant,
-            roles=frozenset(row.roles),
+            identity=Identity(
+                kind=row.kind, key_digest=key_digest, key_id=str(row.id), tenant=row.tenant, roles=frozenset(row.roles)
+            ),
             expire_time=row.expire_time,
             fallback=FallbackPolicy(
                 by_base=row.fallback_allowed, by_previous=bool(row.previous_allowed), default=row.default_fallback or "NONE"
@@ -108,12 +103,10 @@ class Identities:
 
     async def authenticate(self, key_digest: bytes) -> Identity | None:
         """See `veneer.access.Authenticator`."""
-        holder = await self._lookups.get(key_digest)
-        if holder is None:
-            return None
-        return Identity(kind=holder.kind, key_digest=key_digest, key_id=holder.id, tenant=holder.tenant, roles=holder.roles)
+        holder = await self.find(key_digest)
+        return None if holder is None else holder.identity
 
 
-def _ends_soon(holder: Holder, now: datetime) -> bool:
+def _ends_soon(holder: Holder, now_s: float) -> bool:
     """Whether a key ends so soon that only the database's clock may tell whether it has."""
-    return holder.expire_time is not None and holder.expire_time < now + _SOON
+    return holder.expire_time is not None and holder.expire_time.timestamp() < now_s + SOON_S

@@ -116,9 +116,10 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
     async def Introspect(self, request: nodes_pb2.IntrospectRequest, context: _Context) -> nodes_pb2.IntrospectResponse:
         """See the API."""
         holder = await self._identities.find(request.key_digest)
-        if holder is None or holder.kind not in ("tenant", "operator", "node"):
+        if holder is None or holder.identity.kind not in ("tenant", "operator", "node"):
             raise UnauthenticatedError("no valid credential")
-        return nodes_pb2.IntrospectResponse(kind=holder.kind, tenant=holder.tenant, roles=sorted(holder.roles), key_id=holder.id)
+        known = holder.identity
+        return nodes_pb2.IntrospectResponse(kind=known.kind, tenant=known.tenant, roles=sorted(known.roles), key_id=known.key_id)
 
     async def GrantBlobs(self, request: nodes_pb2.GrantBlobsRequest, context: _Context) -> nodes_pb2.GrantBlobsResponse:
         """See the API."""

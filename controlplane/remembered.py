@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Hashable
-from datetime import UTC, datetime
+from collections.abc import Hashable, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import psycopg
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection
 
-from controlplane.changes import ChangeKind
+from controlplane.changes import NODE_KEYS, ChangeKind
 from controlplane.coalesced import Coalesced
 from controlplane.db import Database, translated
+from controlplane.pipeline import Pipeline, Rows, Statement
+from controlplane.settings import RELAY_ROLE
 from veneer.errors import UnavailableError
 
 _K = TypeVar("_K", bound=Hashable)
@@ -27,27 +26,41 @@ _V = TypeVar("_V")
 
 Subject = tuple[str, str]
 """Tenant and adapter that an entry depends on; the adapter is empty for what is about the tenant alone."""
+SOON_S: Final = 60.0
+"""Credentials that end within this time are asked about each time: only the database's clock may tell whether they have."""
 
 _MAX_ENTRIES: Final = 100_000
+_MAX_ANSWERS: Final = 65_536
 _OF_ADAPTERS: Final = (ChangeKind.VERSION, ChangeKind.ALIAS, ChangeKind.GRANT)
 _MAX_CONNECTION_S: Final = 60.0
 # What this snapshot shows and the one before did not has a number from the older one's xmin on.
-_NOW = text("SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint AS xmin, pg_postmaster_start_time()::text AS server")
-_LOOK = """
+_NOW = Statement(
+    "now",
+    "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint AS xmin, pg_postmaster_start_time()::text AS server",
+)
+_LOOK = Statement(
+    "look",
+    """
     SELECT pg_snapshot_xmin(now.snapshot)::text::bigint AS xmin, c.xid::text::bigint AS xid, c.id, c.kind, c.tenant, c.adapter,
            current_setting('transaction_read_only') = 'on' AS is_read_only,
            extract(epoch FROM clock_timestamp())::float8 AS time_s
     FROM (SELECT pg_current_snapshot() AS snapshot) now
-    LEFT JOIN changes c ON c.xid >= CAST(CAST(%s AS text) AS xid8)
-"""
+    LEFT JOIN changes c ON c.xid >= CAST($1::text AS xid8)
+    """,
+)
+
+
+def node_subject(node_id: str) -> Subject:
+    """What entries about a node depend on; no tenant has an empty name."""
+    return "", node_id
 
 
 class Memory(Generic[_K, _V]):
-    """Entries by key, each about one subject; the least recently used go first. Owned by one event loop."""
+    """Entries by key, each about some subjects, no subject twice; the least recently used go first. Owned by one event loop."""
 
     def __init__(self, *, max_entries: int = _MAX_ENTRIES) -> None:
         self._max_entries = max_entries
-        self._entries: OrderedDict[_K, tuple[_V, Subject]] = OrderedDict()
+        self._entries: OrderedDict[_K, tuple[_V, Sequence[Subject]]] = OrderedDict()
         self._about: dict[Subject, set[_K]] = {}
         self.epoch = 0
         """Moves on with everything that is forgotten: what was read before is then kept by nobody."""
@@ -63,24 +76,25 @@ class Memory(Generic[_K, _V]):
         self._entries.move_to_end(key)
         return entry[0]
 
-    def put(self, key: _K, value: _V, *, about: Subject, epoch: int) -> None:
+    def put(self, key: _K, value: _V, *, about: Sequence[Subject], epoch: int) -> None:
         """Keeps what was read since the epoch was this; it is not kept when something was forgotten meanwhile."""
         if epoch != self.epoch:
             return
         self.drop(key)
         self._entries[key] = value, about
-        self._about.setdefault(about, set()).add(key)
+        for subject in about:
+            self._about.setdefault(subject, set()).add(key)
         if len(self._entries) > self._max_entries:
             self.drop(next(iter(self._entries)))
 
     def drop(self, key: _K) -> None:
         """Takes one entry out."""
         entry = self._entries.pop(key, None)
-        if entry is not None:
-            keys = self._about[entry[1]]
+        for subject in () if entry is None else entry[1]:
+            keys = self._about[subject]
             keys.discard(key)
             if not keys:
-                del self._about[entry[1]]
+                del self._about[subject]
 
     def forget(self, about: Subject) -> None:
         """Takes out what is about a subject."""
@@ -101,15 +115,18 @@ class Freshness:
     Attributes:
         tenants: What is about a tenant and its keys, by subjects without an adapter.
         adapters: What is about an adapter.
+        nodes: What is about a node and its keys; see `node_subject`.
+        answers: What is about a node, a tenant and, for most, an adapter: whole answers.
     """
 
     def __init__(self, database: Database) -> None:
         self.tenants = Memory[Any, Any]()
         self.adapters = Memory[Any, Any]()
+        self.nodes = Memory[Any, Any]()
+        self.answers = Memory[Any, Any](max_entries=_MAX_ANSWERS)
         self._database = database
         self._looks = Coalesced[None, None](self._look)
-        self._connection: AsyncConnection | None = None
-        self._driver: Any = None  # under the connection: the library above it takes three times as long as the query
+        self._connection: Pipeline | None = None
         self._opened_s = 0.0
         self._server: str | None = None
         self._ahead_s = 0.0
@@ -125,14 +142,17 @@ class Freshness:
         await self._looks.get(None)
 
     @property
-    def now(self) -> datetime:
-        """The database's time, by its last look and what went by since; never less. This machine's clock may be set otherwise."""
-        return datetime.fromtimestamp(time.monotonic() + self._ahead_s, UTC)
+    def now_s(self) -> float:
+        """The database's time since the epoch, by its last look and what went by since; never less.
+
+        This machine's clock may be set otherwise.
+        """
+        return time.monotonic() + self._ahead_s
 
     async def close(self) -> None:
         """Closes the connection."""
         if self._connection is not None:
-            connection, self._connection, self._driver = self._connection, None, None
+            connection, self._connection = self._connection, None
             await connection.close()
 
     async def _look(self, _: None) -> None:
@@ -149,55 +169,59 @@ class Freshness:
             await self._give_up()
             raise
         changes = [row for row in rows if row[2] is not None]
-        for _xmin, xid, number, kind, tenant, adapter, *_ in changes:
+        for _xmin, xid, number, kind, tenant, adapter, *_more in changes:
             if (xid, number) not in self._seen:
                 self._forget(kind, tenant, adapter)
         self._since = rows[0][0]
         self._seen = frozenset((row[1], row[2]) for row in changes if row[1] >= self._since)
 
-    async def _read(self) -> list[Any]:
+    async def _read(self) -> Rows:
         if self._connection is not None and time.monotonic() - self._opened_s > _MAX_CONNECTION_S:
             await self._give_up()  # the database may have moved to another server
-        if self._connection is None:
-            await self._open()
-        assert self._driver is not None
+        connection = self._connection or await self._open()
         asked_s = time.monotonic()
-        cursor = await self._driver.execute(_LOOK, [str(self._since)], prepare=True)
-        rows: list[Any] = await cursor.fetchall()
+        [rows] = await connection.ask((_LOOK, [str(self._since).encode()]))
         if rows[0][6]:  # a primary of old: what is written now, is written elsewhere
             raise psycopg.errors.ReadOnlySqlTransaction("the server takes no writes any more")
         self._ahead_s = rows[0][7] - asked_s
         return rows
 
-    async def _open(self) -> None:
-        with translated():
-            connection = await self._database.looks.connect()
-            self._connection = await connection.execution_options(isolation_level="AUTOCOMMIT")
-            now = (await self._connection.execute(_NOW)).one()
-            self._since, self._seen = now.xmin, frozenset()
-            if self._server not in (None, now.server):
+    async def _open(self) -> Pipeline:
+        connection = await self._database.open(RELAY_ROLE, _NOW, _LOOK)
+        try:
+            with translated():
+                [[(xmin, server)]] = await connection.ask((_NOW, []))
+            if self._server not in (None, server):
                 await self._database.renew()  # what is remembered may not be read from the server of before
-            self._server = now.server
-            self.forget_all()  # what was read before this may be of another server
-            self._driver = (await self._connection.get_raw_connection()).driver_connection
+        except BaseException:
+            await connection.close()
+            raise
+        self._since, self._seen, self._server = xmin, frozenset(), server
+        self.forget_all()  # what was read before this may be of another server
+        self._connection = connection
         self._opened_s = time.monotonic()
+        return connection
 
     async def _give_up(self) -> None:
         self.forget_all()
-        broken, self._connection, self._driver = self._connection, None, None
+        broken, self._connection = self._connection, None
         if broken is not None:
-            await broken.invalidate()
             await broken.close()
 
     def _forget(self, kind: int, tenant: str, adapter: str) -> None:
         if kind == ChangeKind.KEY:
-            self.tenants.forget((tenant, ""))
+            memory, subject = self.tenants, (tenant, "")
         elif kind in _OF_ADAPTERS:
-            self.adapters.forget((tenant, adapter))
+            memory, subject = self.adapters, (tenant, adapter)
+        elif kind == NODE_KEYS:
+            memory, subject = self.nodes, node_subject(adapter)  # where other changes name an adapter
         else:
             self.forget_all()
+            return
+        memory.forget(subject)
+        self.answers.forget(subject)
 
     def forget_all(self) -> None:
         """Forgets everything."""
-        self.tenants.clear()
-        self.adapters.clear()
+        for memory in (self.tenants, self.adapters, self.nodes, self.answers):
+            memory.clear()

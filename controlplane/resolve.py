@@ -163,16 +163,16 @@ class Resolver:
             UnavailableError: The database is away.
         """
         holder = await self._identities.find(key_digest)  # from here on what is remembered is as of this call
-        if holder is None or holder.kind != "tenant":
+        if holder is None or holder.identity.kind != "tenant":
             raise UnauthenticatedError("no valid credential")
-        caller = self._caller(holder, node)
-        if _CALLER not in holder.roles:
+        tenant, caller = holder.identity.tenant, self._caller(holder, node)
+        if _CALLER not in holder.identity.roles:
             return Resolved(caller, Refusal.ROLE)
         if not reference.adapter:
             return Resolved(caller, Resolution())
-        outcome = await self._meaning(holder.tenant, reference, base_digest=base_digest)
+        outcome = await self._meaning(tenant, reference, base_digest=base_digest)
         if node and isinstance(outcome, Resolution):
-            outcome = self._with_tickets(outcome, holder.tenant, node)
+            outcome = self._with_tickets(outcome, tenant, node)
         return Resolved(caller, outcome)
 
     async def _meaning(self, tenant: str, reference: Reference, *, base_digest: str) -> Resolution | Refusal:
@@ -183,7 +183,7 @@ class Resolver:
             epoch = self._memory.epoch
             outcome = await self._look_up(tenant, reference, base_digest=base_digest)
             if outcome is not Refusal.NOT_FOUND:
-                self._memory.put(question, outcome, about=(reference.owner or tenant, reference.adapter), epoch=epoch)
+                self._memory.put(question, outcome, about=[(reference.owner or tenant, reference.adapter)], epoch=epoch)
         return outcome
 
     async def _look_up(self, tenant: str, reference: Reference, *, base_digest: str) -> Resolution | Refusal:
@@ -227,18 +227,19 @@ class Resolver:
         return replace(found, arms=tuple(map(marked, found.arms)))
 
     def _caller(self, holder: Holder, node: str) -> Caller:
+        known = holder.identity
         return Caller(
-            tenant=holder.tenant,
-            key_id=holder.id,
-            roles=tuple(sorted(holder.roles)),
+            tenant=known.tenant,
+            key_id=known.key_id,
+            roles=tuple(sorted(known.roles)),
             fallback=holder.fallback,
             weight=holder.weight,
             limits=holder.limits,
             quotas=holder.quotas,
-            ticket=ticket(self._vault, node, holder.tenant) if node else b"",
-            cache_salt=self._vault.cache_salt(holder.tenant),
+            ticket=ticket(self._vault, node, known.tenant) if node else b"",
+            cache_salt=self._vault.cache_salt(known.tenant),
             expire_time=holder.expire_time,
-            max_priority=max((_MAX_PRIORITY[role] for role in holder.roles), default=0),
+            max_priority=max((_MAX_PRIORITY[role] for role in known.roles), default=0),
         )
 
 

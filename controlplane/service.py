@@ -44,6 +44,7 @@ from controlplane.settings import Settings
 from controlplane.spool import remove_abandoned
 from controlplane.tenant_servicer import TenantServicer
 from controlplane.tenants import Tenants
+from controlplane.told import ToldAnswers
 from controlplane.usage import UsageLedger
 from controlplane.vault import Vault
 from veneer.controlplane.v1 import (
@@ -147,6 +148,7 @@ class ControlPlane:
             rules=RULES,
             authenticators={"callers": identities, "operators": identities},
             registry=registry,
+            shortcuts={"/veneer.controlplane.v1.NodeService/Resolve": ToldAnswers(self._freshness)},
         )
         self._spool_folder = settings.spool_folder
         self._tasks: list[asyncio.Task[None]] = []

@@ -1,7 +1,8 @@
 """What happens around every call of a plane: identity, validation, errors, the log line, metrics.
 
 One interceptor does it all, because each layer around a stream costs time per message, and because the order matters: nothing of
-a request is looked at before its caller is known, and every outcome, refusals included, is counted and logged once.
+a request is looked at before its caller is known, and every outcome, refusals included, is counted and logged once. Answers that
+were given before are logged together, a line a second for each key.
 """
 
 from __future__ import annotations
@@ -12,57 +13,79 @@ import inspect
 import logging
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import grpc
 from google.protobuf.message import DecodeError, Message
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from veneer.access import Authenticator, Identity, ListenerName, Rule, Rules, current_identity, key_digest_of, set_identity
+from veneer.call_records import CallMetrics, CallSummary, MethodMetrics
 from veneer.errors import InternalError, InvalidArgumentError, PermissionDeniedError, UnauthenticatedError, VeneerError
 from veneer.statuses import code_of, message_of, trailers_of
 from veneer.validation import validate
 
 _LOG = logging.getLogger(__name__)
 _ALARMING = frozenset({"UNKNOWN", "INTERNAL", "DATA_LOSS", "UNAVAILABLE"})  # codes that an operator should look at
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class CallMetrics:
-    """Counts calls by method and code. Only methods that are served get a label, so that callers cannot make new ones."""
+class Shortcut(Protocol):
+    """Answers of one unary method that were given before, as bytes. It is asked once the caller is known, and may know none."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        labels = ("listener", "method")
-        self._ended = Counter("veneer_grpc_calls", "Calls that ended.", (*labels, "code"), registry=registry)
-        self._seconds = Histogram("veneer_grpc_call_seconds", "Time of calls.", labels, registry=registry, buckets=_SECONDS)
-        self._running = Gauge("veneer_grpc_calls_running", "Calls that run.", labels, registry=registry)
+    def find(self, identity: Identity, request: bytes) -> bytes | None:
+        """The answer to these bytes from this caller, if it would be the same now; None: the method is to be called."""
 
-    def started(self, listener: str, method: str) -> None:
-        """A call begins."""
-        self._running.labels(listener, method).inc()
+    def mark(self) -> int:
+        """Told before the method is called, and handed back to `keep`."""
 
-    def ended(self, listener: str, method: str, code: str, *, seconds: float) -> None:
-        """A call that had begun is over."""
-        self._running.labels(listener, method).dec()
-        self._ended.labels(listener, method, code).inc()
-        self._seconds.labels(listener, method).observe(seconds)
+    def keep(self, mark: int, identity: Identity, request: bytes, response: Any, answer: bytes) -> None:
+        """Takes what the method answered, as a message and as bytes; it may keep it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """A served method: its full name, who may call it, its metrics, and the answers that it gave before."""
+
+    name: str
+    rule: Rule | None
+    metrics: MethodMetrics
+    shortcut: Shortcut | None
+
+
+@dataclass(slots=True)
+class _Call:
+    """A running call, whose block fills in who makes it and whether the method was called."""
+
+    identity: Identity | None = None
+    is_short: bool = False
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Guards all calls of one listener. Stateless between calls; used by the event loop's thread only.
+    """Guards all calls of one listener. Used by the event loop's thread only.
 
     A streaming method reads its requests from the iterator that it is given, never by `context.read()`: only the iterator
     validates.
     """
 
-    def __init__(self, *, listener: ListenerName, rules: Rules, authenticator: Authenticator, metrics: CallMetrics) -> None:
+    def __init__(
+        self,
+        *,
+        listener: ListenerName,
+        rules: Rules,
+        authenticator: Authenticator,
+        metrics: CallMetrics,
+        shortcuts: Mapping[str, Shortcut] | None = None,
+    ) -> None:
         self._listener: ListenerName = listener
         self._rules = rules
         self._authenticator = authenticator
         self._metrics = metrics
+        self._shortcuts = shortcuts or {}
+        self._wrapped: dict[str, tuple[grpc.RpcMethodHandler[Any, Any], grpc.RpcMethodHandler[Any, Any]]] = {}
+        self._summary = CallSummary(listener)
 
     async def intercept_service(
         self,
@@ -73,20 +96,28 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None  # no such method: UNIMPLEMENTED
-        return self._wrap(handler, handler_call_details.method)
+        name = handler_call_details.method
+        known = self._wrapped.get(name)
+        if known is None or known[0] is not handler:
+            metrics = self._metrics.of(self._listener, name)
+            method = _Method(name, self._rules.get(name), metrics, self._shortcuts.get(name))
+            known = self._wrapped[name] = handler, self._wrap(handler, method)
+        return known[1]
 
-    def _wrap(self, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> grpc.RpcMethodHandler[Any, Any]:
+    def _wrap(self, handler: grpc.RpcMethodHandler[Any, Any], method: _Method) -> grpc.RpcMethodHandler[Any, Any]:
         codec = {
             "request_deserializer": _decoder(handler.request_deserializer),
             "response_serializer": handler.response_serializer,
         }
-        rule = self._rules.get(method)
+        if method.shortcut is not None:
+            return grpc.unary_unary_rpc_method_handler(self._short(handler, method, method.shortcut))
 
         if not handler.request_streaming and not handler.response_streaming:
             unary_unary: Any = handler.unary_unary
 
             async def call_unary_unary(request: Message, context: _Context) -> Any:
-                async with self._call(method, rule, context):
+                async with self._call(method, context) as call:
+                    await self._admit(call, method.rule, context)
                     _check(request)
                     return await unary_unary(request, context)
 
@@ -96,7 +127,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             stream_unary: Any = handler.stream_unary
 
             async def call_stream_unary(requests: AsyncIterator[Message], context: _Context) -> Any:
-                async with self._call(method, rule, context):
+                async with self._call(method, context) as call:
+                    await self._admit(call, method.rule, context)
                     return await stream_unary(_validated(requests), context)
 
             return grpc.stream_unary_rpc_method_handler(call_stream_unary, **codec)
@@ -105,7 +137,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             unary_stream: Any = handler.unary_stream
 
             async def call_unary_stream(request: Message, context: _Context) -> None:
-                async with self._call(method, rule, context):
+                async with self._call(method, context) as call:
+                    await self._admit(call, method.rule, context)
                     _check(request)
                     await _write_all(unary_stream(request, context), context)
 
@@ -114,21 +147,51 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         stream_stream: Any = handler.stream_stream
 
         async def call_stream_stream(requests: AsyncIterator[Message], context: _Context) -> None:
-            async with self._call(method, rule, context):
+            async with self._call(method, context) as call:
+                await self._admit(call, method.rule, context)
                 await _write_all(stream_stream(_validated(requests), context), context)
 
         return grpc.stream_stream_rpc_method_handler(call_stream_stream, **codec)
 
+    def _short(
+        self, handler: grpc.RpcMethodHandler[Any, Any], method: _Method, shortcut: Shortcut
+    ) -> Callable[[bytes, _Context], Awaitable[bytes]]:
+        """The method over bytes: what it answered before to the same bytes from the same caller needs neither codec nor rules."""
+        unary_unary: Any = handler.unary_unary
+        decode: Any = _decoder(handler.request_deserializer)
+        encode: Any = handler.response_serializer
+
+        async def call_short(data: bytes, context: _Context) -> bytes:
+            async with self._call(method, context) as call:
+                await self._admit(call, method.rule, context)
+                assert call.identity is not None
+                known = shortcut.find(call.identity, data)
+                if known is not None:
+                    call.is_short = True
+                    return known
+                mark = shortcut.mark()
+                request = decode(data)
+                _check(request)
+                response = await unary_unary(request, context)
+                answer: bytes = encode(response)
+                shortcut.keep(mark, call.identity, data, response, answer)
+                return answer
+
+        return call_short
+
+    def flush(self) -> None:
+        """Logs what is to be logged together, if something is left."""
+        self._summary.flush()
+
     @contextlib.asynccontextmanager
-    async def _call(self, method: str, rule: Rule | None, context: _Context) -> AsyncIterator[None]:
+    async def _call(self, method: _Method, context: _Context) -> AsyncIterator[_Call]:
         """One call from its first look at the credential to its log line."""
         start = time.monotonic()
-        self._metrics.started(self._listener, method)
-        identity: Identity | None = None
+        method.metrics.started()
+        call = _Call()
         code = "UNKNOWN"
         try:
-            identity = await self._admit(rule, context)
-            yield
+            yield call
             code = _code_name(context.code())
         except grpc.aio.AbortError:
             code = _code_name(context.code())
@@ -142,20 +205,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             await _abort(context, error)
         except Exception as error:  # noqa: BLE001  a fault of one call must not show its text to the caller nor end the server
             code = "INTERNAL"
-            _LOG.error("call failed unexpectedly", extra={"method": method, "trace": _trace(error)})
+            _LOG.error("call failed unexpectedly", extra={"method": method.name, "trace": _trace(error)})
             await _abort(context, InternalError("internal error"))
         finally:
             seconds = time.monotonic() - start
-            self._metrics.ended(self._listener, method, code, seconds=seconds)
-            if identity is not None:
-                identity = current_identity()  # a method that was open to any bearer may have found out whose key it is
-            self._log(method, rule, identity, code=code, seconds=seconds)
+            method.metrics.ended(code, seconds=seconds)
+            if call.is_short and code == "OK":
+                assert call.identity is not None
+                self._summary.add(method.name, call.identity.key_id, seconds=seconds)
+            else:
+                self._log(method, call, code=code, seconds=seconds)
 
-    async def _admit(self, rule: Rule | None, context: _Context) -> Identity | None:
+    async def _admit(self, call: _Call, rule: Rule | None, context: _Context) -> None:
         if rule is None:
             raise PermissionDeniedError("this method is not for anyone")
         if rule.open:
-            return None
+            return
         metadata: dict[str, str | bytes] = dict(tuple(context.invocation_metadata() or ()))
         key_digest = key_digest_of(metadata.get("authorization"))
         identity: Identity | None = None
@@ -168,13 +233,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raise UnauthenticatedError("no valid credential: send 'authorization: Bearer <key>'")
         rule.admit(identity, self._listener)
         set_identity(identity)
-        return identity
+        call.identity = identity
 
-    def _log(self, method: str, rule: Rule | None, identity: Identity | None, *, code: str, seconds: float) -> None:
-        facts: dict[str, object] = {"method": method, "listener": self._listener, "code": code, "seconds": round(seconds, 6)}
-        if identity is not None:
+    def _log(self, method: _Method, call: _Call, *, code: str, seconds: float) -> None:
+        is_open = method.rule is not None and method.rule.open
+        level = logging.WARNING if code in _ALARMING else logging.DEBUG if is_open else logging.INFO
+        if not _LOG.isEnabledFor(level):
+            return
+        facts: dict[str, object] = {"method": method.name, "listener": self._listener, "code": code, "seconds": round(seconds, 6)}
+        if call.identity is not None:
+            identity = current_identity()  # a method that was open to any bearer may have found out whose key it is
             facts |= {"kind": identity.kind, "key_id": identity.key_id, "tenant": identity.tenant}
-        level = logging.WARNING if code in _ALARMING else logging.DEBUG if rule is not None and rule.open else logging.INFO
         _LOG.log(level, "call ended", extra=facts)
 
 

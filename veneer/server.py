@@ -27,9 +27,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, start_http_server
 
 from veneer.access import OPEN_RULES, Authenticator, ListenerName, Rules, check_rules
+from veneer.call_records import CallMetrics
 from veneer.errors import InvalidArgumentError, UnavailableError, Violation
 from veneer.heap import bound_heap
-from veneer.interceptors import CallInterceptor, CallMetrics
+from veneer.interceptors import CallInterceptor, Shortcut
 
 _LOG = logging.getLogger(__name__)
 
@@ -137,8 +138,17 @@ class PlaneServer:
         rules: Rules,
         authenticators: Mapping[ListenerName, Authenticator],
         registry: CollectorRegistry | None = None,
+        shortcuts: Mapping[str, Shortcut] | None = None,
     ) -> None:
         """Checks the settings and that every served method has a rule; nothing listens yet.
+
+        Args:
+            options: Settings.
+            services: What is served.
+            rules: Who may call what.
+            authenticators: Who knows credentials, by listener.
+            registry: Shown on the page of metrics.
+            shortcuts: What was answered before, by full name of the unary method.
 
         Raises:
             RuleError: The table of rules does not match the services.
@@ -152,6 +162,8 @@ class PlaneServer:
         self._rules = {**rules, **OPEN_RULES}
         self._authenticators = authenticators
         self._metrics = CallMetrics(self.registry)
+        self._shortcuts = shortcuts or {}
+        self._interceptors: list[CallInterceptor] = []
         self._servers: list[grpc.aio.Server] = []
         self._health: list[health.aio.HealthServicer] = []
         self._page: tuple[WSGIServer, threading.Thread] | None = None
@@ -200,8 +212,10 @@ class PlaneServer:
         """Ends: new calls are refused at once, running ones have `grace_s` (default: the setting) and then end."""
         grace = self._options.drain_grace_s if grace_s is None else grace_s
         await asyncio.gather(*(server.stop(grace) for server in self._servers))
-        self._servers.clear()
-        self._health.clear()
+        for interceptor in self._interceptors:
+            interceptor.flush()
+        for part in (self._servers, self._health, self._interceptors):
+            part.clear()
         if self._page is not None:
             server, thread = self._page
             self._page = None
@@ -249,8 +263,13 @@ class PlaneServer:
 
     async def _listen(self, name: ListenerName, address: str) -> str:
         interceptor = CallInterceptor(
-            listener=name, rules=self._rules, authenticator=self._authenticators[name], metrics=self._metrics
+            listener=name,
+            rules=self._rules,
+            authenticator=self._authenticators[name],
+            metrics=self._metrics,
+            shortcuts=self._shortcuts,
         )
+        self._interceptors.append(interceptor)
         server = grpc.aio.server(interceptors=[interceptor], options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
         served = [service for service in self._services if name in service.listeners]
         for service in served:

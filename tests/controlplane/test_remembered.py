@@ -12,6 +12,7 @@ from google.protobuf import duration_pb2
 from controlplane import remembered
 from controlplane.coalesced import Coalesced
 from controlplane.identities import Holder, Identities
+from controlplane.pipeline import Statement
 from controlplane.remembered import Memory
 from controlplane.vault import open_vault
 from tests.fixtures.controlplane import BASE_DIGEST, Client, World
@@ -63,10 +64,10 @@ async def test_one_that_goes_away_takes_nobody_along_and_an_error_is_everybodys(
 
 def test_a_memory_forgets_by_subject_and_drops_what_is_used_least_lately() -> None:
     memory = Memory[str, int](max_entries=2)
-    memory.put("a", 1, about=("t", "x"), epoch=memory.epoch)
-    memory.put("b", 2, about=("t", "y"), epoch=memory.epoch)
+    memory.put("a", 1, about=[("t", "x")], epoch=memory.epoch)
+    memory.put("b", 2, about=[("t", "y")], epoch=memory.epoch)
     assert memory.get("a") == 1
-    memory.put("c", 3, about=("t", "x"), epoch=memory.epoch)
+    memory.put("c", 3, about=[("t", "x")], epoch=memory.epoch)
     assert [memory.get(key) for key in "abc"] == [1, None, 3]
     memory.forget(("t", "x"))
     assert len(memory) == 0
@@ -76,7 +77,7 @@ def test_what_was_read_before_something_was_forgotten_is_not_kept() -> None:
     memory = Memory[str, int]()
     epoch = memory.epoch
     memory.forget(("t", "other"))
-    memory.put("a", 1, about=("t", "x"), epoch=epoch)
+    memory.put("a", 1, about=[("t", "x")], epoch=epoch)
     assert memory.get("a") is None
 
 
@@ -127,7 +128,8 @@ async def _look(world: World) -> int:
     """Looks, and returns who answered: the number of the server's process."""
     freshness = world.plane._freshness
     await freshness.check()
-    return int(freshness._driver.info.backend_pid)
+    assert freshness._connection is not None
+    return freshness._connection.connection.info.backend_pid
 
 
 async def test_the_connection_for_looks_is_another_once_it_is_old(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +142,11 @@ async def test_the_connection_for_looks_is_another_once_it_is_old(world: World, 
 async def test_a_server_that_takes_no_writes_any_more_is_left_and_what_it_told_is_forgotten(world: World) -> None:
     first = await _look(world)
     freshness = world.plane._freshness
-    freshness.tenants.put("a", 1, about=("t", ""), epoch=freshness.tenants.epoch)
-    await freshness._driver.execute("SET default_transaction_read_only = on")  # as a primary that was demoted
+    freshness.tenants.put("a", 1, about=[("t", "")], epoch=freshness.tenants.epoch)
+    assert freshness._connection is not None
+    demote = Statement("demote", "SET default_transaction_read_only = on")  # as a primary that is one no more
+    await freshness._connection.prepare(demote)
+    await freshness._connection.ask((demote, []))
     assert await _look(world) != first
     assert freshness.tenants.get("a") is None
 
@@ -165,8 +170,9 @@ async def test_keys_end_by_the_clock_of_the_database(
     on: str, lookups: int, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = await world.key_for("acme", lifetime=duration_pb2.Duration(seconds=3600))
-    later = remembered._LOOK.replace("clock_timestamp()", f"(clock_timestamp() + interval '{on}')")
-    monkeypatch.setattr(remembered, "_LOOK", later)
+    later = remembered._LOOK.sql.replace("clock_timestamp()", f"(clock_timestamp() + interval '{on}')")
+    monkeypatch.setattr(remembered, "_LOOK", Statement("look", later))
+    await world.plane._freshness._give_up()  # on the connection of before it is prepared as it was
     identities = Identities(world.plane.database, open_vault(world.settings), world.plane._freshness)
     asked = 0
 

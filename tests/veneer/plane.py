@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +15,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from veneer.access import OPEN_RULES, Identity, Rule
+from veneer.call_records import CallMetrics
 from veneer.dataplane.v1 import generation_pb2 as pb
 from veneer.errors import VeneerError
-from veneer.interceptors import CallInterceptor, CallMetrics
+from veneer.interceptors import CallInterceptor, Shortcut
 from veneer.statuses import error_of
 
 SECRET = "vnr_" + "a" * 43
@@ -153,10 +154,12 @@ class Plane:
 
 
 @asynccontextmanager
-async def serving(rule: Rule) -> AsyncIterator[Plane]:
+async def serving(rule: Rule, shortcuts: Mapping[str, Shortcut] | None = None) -> AsyncIterator[Plane]:
     registry, keys = CollectorRegistry(), Keys()
     rules = {**{f"/test.Four/{kind}": rule for kind in KINDS}, **OPEN_RULES}
-    interceptor = CallInterceptor(listener="callers", rules=rules, authenticator=keys, metrics=CallMetrics(registry))
+    interceptor = CallInterceptor(
+        listener="callers", rules=rules, authenticator=keys, metrics=CallMetrics(registry), shortcuts=shortcuts
+    )
     server = grpc.aio.server(interceptors=[interceptor])
     port = server.add_insecure_port("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -165,6 +168,7 @@ async def serving(rule: Rule) -> AsyncIterator[Plane]:
         await server.start()
         yield plane
         await server.stop(0)
+    interceptor.flush()
 
 
 async def refusal(plane: Plane, kind: str, *requests: pb.GenerateRequest, **options: Any) -> VeneerError:
