@@ -11,18 +11,18 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
 from dataplane.quotas import Amounts, Demand, Leased
-from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution, TenantLimits, TenantQuotas
+from dataplane.report_client import ReportClient, limits_of
+from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution, TenantQuotas
 from dataplane.resolve_cache import Key
-from dataplane.usage import UseCounts, UseKey
-from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc, tenants_pb2
+from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
 from veneer.errors import (
     FailedPreconditionError,
     InternalError,
@@ -103,43 +103,6 @@ class Change:
     generation: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmOutcomes:
-    """How requests for an arm of a split ended since that was last told; see `veneer.controlplane.v1.ArmOutcomes`."""
-
-    owner: str
-    adapter: str
-    alias: str
-    generation: int
-    version: str
-    ok: int
-    failed: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeOrder:
-    """A probe that this node took on: of which version, whose it is, which tokens activate it, and the owner's limits."""
-
-    version: str
-    owner: str
-    invocation_tokens: tuple[int, ...]
-    limits: TenantLimits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeMeasures:
-    """What a probe gave; mirrors the message of this name."""
-
-    fault: str = ""
-    finite: bool = False
-    num_prompts: int = 0
-    num_tokens: int = 0
-    max_difference: float = 0.0
-    num_samples: int = 0
-    max_error: float = 0.0
-    tolerance: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Changes:
     """A page of the change feed."""
@@ -163,10 +126,14 @@ class CatalogClient:
         channel: Channel to the control plane's listener for callers; closed by its owner.
         base_digest: Digest of the base that this node serves.
         timeout_s: Deadline of a small call.
+
+    Attributes:
+        reports: Tells what happened on the node.
     """
 
     def __init__(self, channel: grpc.aio.Channel, *, base_digest: str, timeout_s: float = 2.0) -> None:
         self._nodes = nodes_pb2_grpc.NodeServiceStub(channel)
+        self.reports = ReportClient(self._nodes, self._ask)
         self._base_digest = base_digest
         self._timeout_s = timeout_s
         self._secret = ""
@@ -285,23 +252,6 @@ class CatalogClient:
         }
         return Leased(shares, response.lifetime.ToMilliseconds() / 1000)
 
-    async def report_usage(
-        self, journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts], *, is_over: bool = False
-    ) -> int:
-        """Reports what the records of a journal say together; returns the last record of it that was taken, now or before.
-
-        With `is_over` nothing is taken any more, now or later.
-
-        Raises:
-            PermissionDeniedError: One of the tickets is not good; nothing was taken.
-        """
-        request = nodes_pb2.ReportUsageRequest(journal=journal, first_sequence=first, last_sequence=last, is_over=is_over)
-        for key, counts in uses.items():
-            entry = request.entries.add(**key._asdict() | counts._asdict() | {"hour": None, "ticket": bytes.fromhex(key.ticket)})
-            entry.hour.seconds = key.hour
-        response = await self._call(self._nodes.ReportUsage(request, **self._common()))
-        return int(response.last_sequence)
-
     async def report_corrupt(self, version: str) -> None:
         """Reports that a version's bytes did not have its digest, after a repeated read."""
         await self._report(version, nodes_pb2.VERSION_FAULT_CORRUPT)
@@ -310,26 +260,12 @@ class CatalogClient:
         """Reports that a version gave logits that are not finite."""
         await self._report(version, nodes_pb2.VERSION_FAULT_NOT_FINITE)
 
-    async def report_outcomes(self, epoch: str, sequence: int, outcomes: Sequence[ArmOutcomes]) -> None:
-        """Tells how requests ended; the same epoch and sequence again are counted once."""
-        told = [nodes_pb2.ArmOutcomes(**asdict(one)) for one in outcomes]
-        request = nodes_pb2.ReportOutcomesRequest(epoch=epoch, sequence=sequence, outcomes=told)
-        await self._call(self._nodes.ReportOutcomes(request, **self._common()))
-
-    async def take_probe(self, version: str) -> ProbeOrder:
-        """Takes on the probe of a version; NotFoundError when there is none to take."""
-        response = await self._call(self._nodes.TakeProbe(nodes_pb2.TakeProbeRequest(version=version), **self._common()))
-        return ProbeOrder(version, response.owner, tuple(response.invocation_tokens), _limits(response.limits))
-
-    async def report_probe(self, version: str, measures: ProbeMeasures) -> None:
-        """Says what the probe that this node took on gave."""
-        message = nodes_pb2.ProbeMeasures(**asdict(measures))
-        request = nodes_pb2.ReportProbeRequest(version=version, measures=message)
-        await self._call(self._nodes.ReportProbe(request, **self._common()))
-
     async def _report(self, version: str, fault: nodes_pb2.VersionFault.ValueType) -> None:
         request = nodes_pb2.ReportVersionRequest(version=version, fault=fault)
         await self._call(self._nodes.ReportVersion(request, **self._common()))
+
+    async def _ask(self, method: Any, request: Any) -> Any:
+        return await self._call(method(request, **self._common()))
 
     def _common(self) -> dict[str, Any]:
         return {"timeout": self._timeout_s, "metadata": self._metadata()}
@@ -387,7 +323,7 @@ def _answer(response: nodes_pb2.ResolveResponse) -> Answer:
         max_priority=caller.max_priority,
         previous_allowed=caller.previous_allowed,
         default_fallback=caller.default_fallback or "NONE",
-        limits=_limits(caller.limits),
+        limits=limits_of(caller.limits),
         quotas=TenantQuotas(
             requests=caller.quotas.max_requests_per_minute,
             tokens=caller.quotas.max_tokens_per_minute,
@@ -400,12 +336,6 @@ def _answer(response: nodes_pb2.ResolveResponse) -> Answer:
     found = response.resolution
     arms = tuple(map(_arm, found.arms))
     return Answer(who, Resolution(found.owner, found.adapter, found.alias, found.generation, arms, found.split_salt))
-
-
-def _limits(limits: tenants_pb2.TenantLimits) -> TenantLimits:
-    return TenantLimits(
-        max_rank_rows=limits.max_rank_rows, max_arena_bytes=limits.max_arena_bytes, max_host_bytes=limits.max_host_bytes
-    )
 
 
 def _arm(version: nodes_pb2.ServableVersion) -> Arm:

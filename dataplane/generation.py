@@ -14,23 +14,24 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from dataplane.asked import Asked, Echo, GenerationRequest, Part
 from dataplane.attempts import Attempt, NotLoadedYetError, NotReadyError, refuse
-from dataplane.binding import Binding, Served, activate, bind, bind_previous, previous_of
+from dataplane.binding import Binding, Served, activate, bind, previous_of
 from dataplane.choices import Choice, ChoiceStreams, sampling_of
 from dataplane.claims import Claim
-from dataplane.engine.messages import Delta, Logprobs, Submit
-from dataplane.fallback import FallbackMode, FallbackReason, Substitute, mode_of, on_not_ready
+from dataplane.engine.messages import Delta, Submit
+from dataplane.fallback import FallbackMode, mode_of
 from dataplane.frontend.detokenizer import StopStrings
-from dataplane.frontend.prompts import Budget, Prompt, Prompts
+from dataplane.frontend.prompts import Budget, Prompts
 from dataplane.metering import Meter, Metering
 from dataplane.metrics import Metrics
-from dataplane.outcomes import Ending, Outcomes
-from dataplane.resolution import Answer, Arm, Caller, Resolution, Target, TenantLimits
+from dataplane.outcomes import Outcomes
+from dataplane.resolution import Answer, Caller, Resolution, TenantLimits
 from dataplane.resolve_cache import Key, ResolveCache
 from dataplane.token_stream import Piece, TokenStream
 from dataplane.transfer import WithdrawnVersionError
@@ -56,61 +57,6 @@ class Loader(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """One request.
-
-    Attributes:
-        key_digest: SHA-256 of the caller's key; the tenant follows from it and from nothing else.
-        target: What to generate with.
-        prompt: What to continue.
-        choice: How tokens are chosen.
-        fallback: What happens when the version cannot be had in time; None: the tenant's default.
-        request_id: Caller's own identifier; empty: one is made.
-        split_unit: Unit of a traffic split; empty: the arm is drawn from the request's identifier.
-        sub_salt: Mixed into the cache key beside the tenant's own secret.
-        deadline_s: Seconds that are left; None for no limit.
-        priority: Place among the waiting requests of the caller's tenant; capped by the key's role.
-    """
-
-    key_digest: bytes
-    target: Target
-    prompt: Prompt
-    choice: Choice = field(default_factory=Choice)
-    fallback: FallbackMode | None = None
-    request_id: str = ""
-    split_unit: str = ""
-    sub_salt: bytes = b""
-    deadline_s: float | None = None
-    priority: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """The prompt, sent back: ids and text with `echo`, logprobs of all tokens but the first with `prompt_logprobs`."""
-
-    ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[Logprobs, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One message of the answer.
-
-    Attributes:
-        served: What answers; in the first message only.
-        piece: The next tokens of a choice.
-        choice: Which one.
-        echo: In the first message of choice 0, where asked for.
-    """
-
-    served: Served | None
-    piece: Piece
-    choice: int = 0
-    echo: Echo | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
     """Bounds of streams.
 
@@ -130,76 +76,6 @@ class StreamLimits:
     max_buffer_tokens: int = 256
     slow_reader_s: float = 10.0
     fallback_after_s: float = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """A request that is bound.
-
-    Attributes:
-        request: The request, with what is left of its deadline.
-        caller: Who asks.
-        mode: What happens when the version cannot be had in time.
-        bound: What is to answer.
-        previous: The version that may answer in its place.
-        submits: What the engine is told of each choice.
-        started_s: When the request came, in monotonic seconds.
-        submitted_s: When what is left of the deadline was measured.
-        ending: Counts how it ends.
-        meter: Counts what it uses.
-    """
-
-    request: GenerationRequest
-    caller: Caller
-    mode: FallbackMode
-    bound: Binding
-    previous: Arm | None
-    submits: Sequence[Submit]
-    started_s: float
-    submitted_s: float
-    ending: Ending
-    meter: Meter
-
-    def patience_s(self, limit_s: float) -> float | None:
-        """How long to wait for the version; None to the end."""
-        if self._substitute is None and self.mode is not FallbackMode.FAIL:
-            return None
-        deadline_s = self.request.deadline_s
-        return limit_s if deadline_s is None else min(limit_s, deadline_s / 2)
-
-    def instead(self) -> Binding | None:
-        """What answers in place of the version, if anything may."""
-        match self._substitute:
-            case Substitute.BASE:
-                return Binding(self.bound.served.by_base(FallbackReason.NOT_READY))
-            case Substitute.PREVIOUS:
-                assert self.previous is not None
-                return bind_previous(self.bound.served, self.previous, self.submits[0].prompt)
-        return None
-
-    def submits_for(self, bound: Binding) -> Sequence[Submit]:
-        """What the engine is told when this answers."""
-        if bound is self.bound:
-            return self.submits
-        left_s = self.request.deadline_s
-        if left_s is not None:
-            left_s = max(left_s - (time.monotonic() - self.submitted_s), 0.0)
-        version = bound.served.version
-        return [
-            replace(
-                submit,
-                request_id=uuid.uuid4().hex,
-                version=version,
-                active_from=bound.active_from,
-                rank=bound.rank,
-                deadline_s=left_s,
-            )
-            for submit in self.submits
-        ]
-
-    @property
-    def _substitute(self) -> Substitute | None:
-        return on_not_ready(self.mode, has_previous=self.previous is not None)
 
 
 class Generator:
@@ -289,7 +165,7 @@ class Generator:
             if request.deadline_s is not None:
                 request = replace(request, deadline_s=max(request.deadline_s - (time.monotonic() - started_s), 0.0))
             bound = activate(served, answer, budget.ids)
-            asked = _Asked(
+            asked = Asked(
                 request=request,
                 caller=caller,
                 mode=mode,
@@ -310,7 +186,7 @@ class Generator:
                     meter.saw(part.served, part.piece)
                     yield part
 
-    async def _answer(self, asked: _Asked) -> AsyncGenerator[Part]:
+    async def _answer(self, asked: Asked) -> AsyncGenerator[Part]:
         attempt = self._try(asked, asked.bound)
         try:
             try:
@@ -339,7 +215,7 @@ class Generator:
         finally:
             await attempt.close()
 
-    def _try(self, asked: _Asked, bound: Binding) -> Attempt:
+    def _try(self, asked: Asked, bound: Binding) -> Attempt:
         """Opens the streams, and has the version loaded that they need.
 
         Raises:
@@ -357,7 +233,7 @@ class Generator:
             claim.release(is_expected=True)
             raise
 
-    def _foresee(self, asked: _Asked, claim: Claim) -> None:
+    def _foresee(self, asked: Asked, claim: Claim) -> None:
         """A version is not there: nobody waits who does not want to, and what may take its place is brought too."""
         if asked.mode is FallbackMode.FAIL:
             if not claim.loaded.done():
@@ -376,7 +252,7 @@ class Generator:
                 if arm.version != served.version and arm.state == "READY":
                     self._loader.expect(arm.version)
 
-    def _open(self, asked: _Asked, bound: Binding) -> ChoiceStreams:
+    def _open(self, asked: Asked, bound: Binding) -> ChoiceStreams:
         streams = ChoiceStreams(
             [
                 TokenStream(

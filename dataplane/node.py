@@ -194,8 +194,8 @@ class Node:
         self.prompts = Prompts(settings.model_dir, max_context=max_context, vocab_size=vocab_size)
         self.quotas = Quotas(self.client.lease_quotas, hard_age_s=settings.t_stale_s, on_refused=self.metrics.quota_refused)
         outcomes = Outcomes()
-        self.outcomes = OutcomeReporter(outcomes, self.client.report_outcomes)
-        self.usage = UsageReporter(settings.usage_journals, self.client.report_usage, on_lost=self.metrics.usage_lost)
+        self.outcomes = OutcomeReporter(outcomes, self.client.reports.outcomes)
+        self.usage = UsageReporter(settings.usage_journals, self.client.reports.usage, on_lost=self.metrics.usage_lost)
         limits = TenantLimits(
             max_rank_rows=settings.max_rank_rows_per_tenant,
             max_arena_bytes=settings.max_arena_bytes_per_tenant,
@@ -220,7 +220,7 @@ class Node:
             tenant_limits=limits,
         )
         self.prober = Prober(
-            self.client,
+            self.client.reports,
             engine=self.supervisor,
             loader=self.prefetcher,
             store=self.store,

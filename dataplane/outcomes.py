@@ -16,8 +16,8 @@ from typing import Protocol, TypeVar
 
 from dataplane.attempts import NotLoadedYetError
 from dataplane.binding import Served
-from dataplane.catalog_client import ArmOutcomes
 from dataplane.lora.holdings import TenantLimitError
+from dataplane.report_client import ArmOutcomes
 from dataplane.resolution import Answer, Resolution
 from dataplane.transfer import WithdrawnVersionError
 from veneer.errors import VeneerError

@@ -20,12 +20,12 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dataplane.catalog_client import ProbeMeasures, ProbeOrder
 from dataplane.claims import Claim
 from dataplane.engine.messages import MAX_LOGPROBS, Delta, Logprobs, Sampling, Submit
 from dataplane.engine.samples import sample_columns, sample_input
 from dataplane.frontend.prompts import Prompts, TextPrompt
 from dataplane.invocation import find_start
+from dataplane.report_client import ProbeMeasures, ProbeOrder
 from dataplane.resolution import TenantLimits
 from dataplane.store import StoredVersion
 from veneer.artifact import Pair

@@ -8,13 +8,14 @@ from typing import Any
 
 import grpc
 
+from dataplane.asked import Echo, GenerationRequest, Part
 from dataplane.binding import Served
 from dataplane.choices import Choice
 from dataplane.engine.messages import Logprobs
 from dataplane.fallback import FallbackMode, FallbackReason
 from dataplane.frontend.grammars import Constraint
 from dataplane.frontend.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from dataplane.generation import Echo, GenerationRequest, Generator, Part
+from dataplane.generation import Generator
 from dataplane.resolution import Target
 from veneer.access import current_identity
 from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc

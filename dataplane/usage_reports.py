@@ -25,7 +25,7 @@ _NEVER = 10**12
 
 
 class Report(Protocol):
-    """Tells the control plane of records; see `dataplane.catalog_client`."""
+    """Tells the control plane of records; see `dataplane.report_client`."""
 
     async def __call__(  # noqa: D102
         self, journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts], /, *, is_over: bool = False

@@ -42,7 +42,7 @@ async def main(address, base, secret, folder, use):
     async with open_channel(address, ca_pem=None) as channel:
         client = CatalogClient(channel, base_digest=base, timeout_s=30)
         client._secret = secret
-        reporter = UsageReporter(Path(folder), client.report_usage, interval_s=0)
+        reporter = UsageReporter(Path(folder), client.reports.usage, interval_s=0)
         sending = asyncio.create_task(reporter.run())
         told = Use(*use[:6], *map(int, use[6:]))._replace(status="UNAVAILABLE")
         while True:
@@ -122,7 +122,7 @@ async def test_a_node_reports_of_nothing_that_it_was_not_told_of(world: World) -
         ]
         for who, one in wrong:
             with pytest.raises(PermissionDeniedError):
-                await who.report_usage("a" * 32, 1, 1, {key._replace(hour=0): UseCounts(1), one: UseCounts(1)})
+                await who.reports.usage("a" * 32, 1, 1, {key._replace(hour=0): UseCounts(1), one: UseCounts(1)})
     assert await listed(acme) == await listed(rival) == []
 
 
@@ -140,7 +140,7 @@ async def test_lost_answers_and_a_control_plane_that_is_away_lose_and_double_not
             fate = next(fates, "fine")
             if fate == "away":
                 raise UnavailableError("away")
-            taken = await client.report_usage(journal, first, last, uses, is_over=is_over)
+            taken = await client.reports.usage(journal, first, last, uses, is_over=is_over)
             if fate == "lost":
                 raise UnavailableError("lost")
             return taken
@@ -182,7 +182,7 @@ async def test_a_data_plane_that_is_killed_again_and_again_loses_and_doubles_not
         for path in folder.glob("*.journal"):
             with path.open("ab") as file:
                 file.write(b"0123")  # a line that the last kill tore
-        reporter = UsageReporter(folder, client.report_usage)
+        reporter = UsageReporter(folder, client.reports.usage)
         await reporter.send()
         assert list(folder.iterdir()) == [reporter.journal.path]
         await reporter.close()
@@ -205,7 +205,7 @@ async def test_a_journal_that_is_over_takes_no_report_that_comes_late(world: Wor
             journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts], /, *, is_over: bool = False
         ) -> int:
             fate = next(fates) if is_over or uses else "fine"
-            taken = 0 if fate == "away" else await client.report_usage(journal, first, last, uses, is_over=is_over)
+            taken = 0 if fate == "away" else await client.reports.usage(journal, first, last, uses, is_over=is_over)
             if fate != "fine":
                 raise UnavailableError(fate)
             return taken
@@ -223,8 +223,8 @@ async def test_a_journal_that_is_over_takes_no_report_that_comes_late(world: Wor
         await reporter.send()
         assert [path.suffix for path in folder.iterdir()] == [".journal"]
         for first, last in ((1, 1), (2, 2)):
-            assert await client.report_usage(name, first, last, summed([use])) == 1
-        assert await client.report_usage("f" * 32, 10**12, 10**12, {}, is_over=True) == 0  # of which nothing was ever told
+            assert await client.reports.usage(name, first, last, summed([use])) == 1
+        assert await client.reports.usage("f" * 32, 10**12, 10**12, {}, is_over=True) == 0  # of which nothing was ever told
         await reporter.close()
     assert [one.requests for one in await listed(acme)] == [1]
 
@@ -239,20 +239,20 @@ async def test_a_record_that_is_refused_or_torn_is_set_aside_and_costs_no_other(
     async with node_client(world, node) as client:
         good, other = await use_of(client, acme), await use_of(client, rival, "")
         bad, worse = good._replace(ticket="00"), other._replace(tenant="acme")
-        earlier = UsageReporter(tmp_path, client.report_usage)
+        earlier = UsageReporter(tmp_path, client.reports.usage)
         for one in (bad, bad, good, other, worse, good):
             earlier.add(one)
         with earlier.journal.path.open("ab") as file:
             file.write(b"neither a record\nnor torn\n")
         earlier.add(good)
         if is_lost:  # a report came through, and the process ended
-            await client.report_usage(journals.name_of(earlier.journal.path), 1, 4, summed([good, other]))
+            await client.reports.usage(journals.name_of(earlier.journal.path), 1, 4, summed([good, other]))
         earlier.journal.close()
-        only_bad = UsageReporter(tmp_path, client.report_usage)
+        only_bad = UsageReporter(tmp_path, client.reports.usage)
         only_bad.add(bad)
         only_bad.journal.close()
 
-        reporter = UsageReporter(tmp_path, client.report_usage)
+        reporter = UsageReporter(tmp_path, client.reports.usage)
         reporter.add(worse)
         await reporter.send()
         for one in (bad, good):
@@ -274,11 +274,11 @@ async def test_a_journal_of_records_that_are_all_refused_goes_on_after_them(worl
     await world.publish(acme)
     async with node_client(world, node) as client:
         good = await use_of(client, acme)
-        earlier = UsageReporter(tmp_path, client.report_usage)
+        earlier = UsageReporter(tmp_path, client.reports.usage)
         for one in (*[good._replace(ticket="00")] * 1001, good):  # more than one report tells of
             earlier.add(one)
         earlier.journal.close()
-        reporter = UsageReporter(tmp_path, client.report_usage)
+        reporter = UsageReporter(tmp_path, client.reports.usage)
         await reporter.send()
         await reporter.close()
     assert [one.requests for one in await listed(acme)] == [1]
@@ -296,7 +296,7 @@ async def test_requests_that_ran_when_their_process_was_killed_count_once_as_fai
             journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts], /, *, is_over: bool = False
         ) -> int:
             nonlocal is_lost
-            taken = await client.report_usage(journal, first, last, uses, is_over=is_over)
+            taken = await client.reports.usage(journal, first, last, uses, is_over=is_over)
             is_lost = not (is_lost or is_over)
             if is_lost:
                 raise UnavailableError("lost")
@@ -333,7 +333,7 @@ async def test_a_request_ends_in_the_journal_in_which_it_began(
     monkeypatch.setattr(usage_reports, "_MAX_BYTES", 1)
     async with node_client(world, node) as client:
         use = await use_of(client, acme)
-        reporter = UsageReporter(tmp_path, client.report_usage)
+        reporter = UsageReporter(tmp_path, client.reports.usage)
         long = reporter.entry()
         long.tell(use)
         await reporter.send()
@@ -356,14 +356,14 @@ async def test_a_journal_that_is_longer_than_a_report_goes_on_where_an_earlier_p
     await world.publish(acme)
     async with node_client(world, node) as client:
         use = await use_of(client, acme)
-        earlier = UsageReporter(tmp_path, client.report_usage)
+        earlier = UsageReporter(tmp_path, client.reports.usage)
         for _ in range(1500):
             earlier.add(use)
         for first, last in ((1, 700), (701, 1300)):  # its reports end elsewhere than those of the next process
             sums = summed([use] * (last - first + 1))
-            assert await client.report_usage(journals.name_of(earlier.journal.path), first, last, sums) == last
+            assert await client.reports.usage(journals.name_of(earlier.journal.path), first, last, sums) == last
         earlier.journal.close()
-        reporter = UsageReporter(tmp_path, client.report_usage)
+        reporter = UsageReporter(tmp_path, client.reports.usage)
         await reporter.send()
         await reporter.close()
     assert [one.requests for one in await listed(acme)] == [1500]
@@ -375,7 +375,7 @@ async def test_usage_is_read_by_adapter_and_hour_or_day_in_pages_by_its_tenant_a
     await world.publish(acme)
     await world.publish(acme, "other", seed=1)
     async with node_client(world, node) as client:
-        reporter = UsageReporter(tmp_path, client.report_usage)
+        reporter = UsageReporter(tmp_path, client.reports.usage)
         for hour in range(3):
             for adapter in ("style", "other", ""):
                 reporter.add(await use_of(client, acme, adapter, unix_s=NOON_S + hour * 3600 + 5))

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from dataplane.asked import GenerationRequest, Part
 from dataplane.binding import Served
 from dataplane.claims import Claim
 from dataplane.frontend.prompts import Prompts, TokenPrompt
-from dataplane.generation import GenerationRequest, Generator, Part, StreamLimits
+from dataplane.generation import Generator, StreamLimits
 from dataplane.metering import Metering
 from dataplane.metrics import Metrics
 from dataplane.outcomes import Outcomes

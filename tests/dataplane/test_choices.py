@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from dataplane.asked import GenerationRequest
 from dataplane.choices import Choice, seed_of
 from dataplane.engine.messages import Logprobs
 from dataplane.fallback import FallbackMode, FallbackReason
 from dataplane.frontend.grammars import Constraint
-from dataplane.generation import GenerationRequest
 from dataplane.resolution import Answer
 from tests.dataplane.doubles import VERSION, answer, delta, resolution, until
 from tests.dataplane.stage import REQUEST, Stage, hang_in_engine, hang_in_load

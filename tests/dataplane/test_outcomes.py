@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from dataplane.attempts import NotLoadedYetError
-from dataplane.catalog_client import ArmOutcomes
 from dataplane.fallback import FallbackMode
 from dataplane.lora.holdings import TenantLimitError
 from dataplane.lora.host_cache import TenantHostLimitError
 from dataplane.outcomes import Arm, OutcomeReporter, Outcomes, is_failure
+from dataplane.report_client import ArmOutcomes
 from dataplane.resolution import Target
 from dataplane.transfer import UnloadableVersionError, WithdrawnVersionError
 from tests.dataplane.doubles import VERSION, answer, delta, resolution

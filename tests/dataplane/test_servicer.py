@@ -13,13 +13,13 @@ import grpc
 import pytest
 
 from dataplane.access import RULES
+from dataplane.asked import Echo, GenerationRequest, Part
 from dataplane.binding import Served
 from dataplane.choices import Choice
 from dataplane.engine.messages import Logprobs
 from dataplane.fallback import FallbackMode, FallbackReason
 from dataplane.frontend.grammars import Constraint
 from dataplane.frontend.prompts import ChatPrompt, TextPrompt, TokenPrompt
-from dataplane.generation import Echo, GenerationRequest, Part
 from dataplane.resolution import Target
 from dataplane.servicer import GenerationServicer
 from dataplane.token_stream import End, Piece
