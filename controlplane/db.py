@@ -14,8 +14,9 @@ from sqlalchemy import event, exc, text
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from controlplane.lines import Lines
 from controlplane.pipeline import Pipeline, Statement
-from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
+from controlplane.settings import APP_ROLE, RELAY_ROLE, Settings
 from veneer.access import current_actor
 from veneer.errors import AbortedError, InternalError, InvalidArgumentError, UnavailableError, VeneerError
 
@@ -87,8 +88,8 @@ class Database:
     def __init__(self, settings: Settings) -> None:
         self.pool_size = settings.pool_size
         self._settings = settings
+        self._lines: list[Lines] = []
         self.app = _engine(settings, APP_ROLE, overflow=settings.pool_overflow)
-        self.auth = _engine(settings, AUTH_ROLE, overflow=settings.pool_overflow, isolation_level="AUTOCOMMIT")
         self.relay = _engine(settings, RELAY_ROLE, overflow=4)  # jobs that one process does keep a session each
 
     @asynccontextmanager
@@ -131,14 +132,28 @@ class Database:
                 raise
         return pipeline
 
+    def lines(self, role: str, *statements: Statement) -> Lines:
+        """Held connections of a role for reads that are asked often; closed with the others."""
+        settings = self._settings
+        lines = Lines(
+            lambda: self.open(role, *statements),
+            size=settings.pool_size,
+            timeout_s=settings.pool_timeout_s + settings.statement_timeout_s,
+        )
+        self._lines.append(lines)
+        return lines
+
     async def renew(self) -> None:
         """Has what is asked from now on use new connections; those in use are closed when they come back."""
-        for engine in (self.app, self.auth):
-            await engine.dispose()
+        await self.app.dispose()
+        for lines in self._lines:
+            await lines.renew()
 
     async def close(self) -> None:
         """Closes all connections."""
-        for engine in (self.app, self.auth, self.relay):
+        for lines in self._lines:
+            await lines.close()
+        for engine in (self.app, self.relay):
             await engine.dispose()
 
 

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 from dataclasses import dataclass
 from datetime import datetime
-
-from sqlalchemy import text
+from typing import NamedTuple
 
 from controlplane.coalesced import Coalesced
 from controlplane.db import Database, translated
 from controlplane.fallback import FallbackPolicy
 from controlplane.limits import TenantLimits, TenantQuotas
+from controlplane.pipeline import Statement
 from controlplane.remembered import SOON_S, Freshness, node_subject
+from controlplane.settings import AUTH_ROLE
 from controlplane.vault import Vault
-from veneer.access import Identity
+from veneer.access import Identity, Kind
 
-_IDENTIFY = text("""
-    SELECT i.kind, i.id, i.tenant, i.roles, i.expire_time, i.fallback_allowed, i.weight, f.previous_allowed, f.default_fallback,
-           i.max_rank_rows, i.max_arena_bytes, i.max_host_bytes, q.*
-    FROM identify(:hash) i LEFT JOIN LATERAL fallback_of(i.tenant) f ON true LEFT JOIN LATERAL quotas_of(i.tenant) q ON true
-""")
+_IDENTIFY = Statement(
+    "identify",
+    """
+    SELECT i.kind, i.id::text, i.tenant, i.roles, i.expire_time, i.fallback_allowed, i.weight, i.max_rank_rows, i.max_arena_bytes,
+           i.max_host_bytes, f.previous_allowed, f.default_fallback, q.max_requests_per_minute, q.max_tokens_per_minute,
+           q.max_streams, q.max_adapters, q.max_stored_bytes
+    FROM identify($1) i LEFT JOIN LATERAL fallback_of(i.tenant) f ON true LEFT JOIN LATERAL quotas_of(i.tenant) q ON true
+    """,
+)
 
-_QUOTAS = tuple(field.name for field in dataclasses.fields(TenantQuotas))
+
+class _Row(NamedTuple):
+    kind: Kind
+    id: str
+    tenant: str
+    roles: list[str]
+    expire_time: datetime | None
+    fallback_allowed: bool
+    weight: int
+    max_rank_rows: int
+    max_arena_bytes: int
+    max_host_bytes: int
+    previous_allowed: bool | None  # from here on None for who is no tenant
+    default_fallback: str | None
+    max_requests_per_minute: int | None
+    max_tokens_per_minute: int | None
+    max_streams: int | None
+    max_adapters: int | None
+    max_stored_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +76,9 @@ class Identities:
     """
 
     def __init__(self, database: Database, vault: Vault, freshness: Freshness) -> None:
-        self._engine = database.auth
+        self._lines = database.lines(AUTH_ROLE, _IDENTIFY)
         self._vault = vault
         self._freshness = freshness
-        self._places = asyncio.Semaphore(database.pool_size)
         self._lookups = Coalesced[bytes, Holder | None](self._look_up)
 
     async def find(self, key_digest: bytes) -> Holder | None:
@@ -82,14 +102,12 @@ class Identities:
 
     async def _look_up(self, key_digest: bytes) -> Holder | None:
         with translated():
-            async with self._places, self._engine.connect() as connection:
-                row = (await connection.execute(_IDENTIFY, {"hash": self._vault.key_hash(key_digest)})).one_or_none()
-        if row is None:
+            [rows] = await self._lines.ask((_IDENTIFY, [self._vault.key_hash(key_digest)]))
+        if not rows:
             return None
+        row = _Row(*rows[0])
         return Holder(
-            identity=Identity(
-                kind=row.kind, key_digest=key_digest, key_id=str(row.id), tenant=row.tenant, roles=frozenset(row.roles)
-            ),
+            identity=Identity(kind=row.kind, key_digest=key_digest, key_id=row.id, tenant=row.tenant, roles=frozenset(row.roles)),
             expire_time=row.expire_time,
             fallback=FallbackPolicy(
                 by_base=row.fallback_allowed, by_previous=bool(row.previous_allowed), default=row.default_fallback or "NONE"
@@ -98,7 +116,13 @@ class Identities:
             limits=TenantLimits(
                 max_rank_rows=row.max_rank_rows, max_arena_bytes=row.max_arena_bytes, max_host_bytes=row.max_host_bytes
             ),
-            quotas=TenantQuotas(**{name: getattr(row, name) or 0 for name in _QUOTAS}),
+            quotas=TenantQuotas(
+                max_requests_per_minute=row.max_requests_per_minute or 0,
+                max_tokens_per_minute=row.max_tokens_per_minute or 0,
+                max_streams=row.max_streams or 0,
+                max_adapters=row.max_adapters or 0,
+                max_stored_bytes=row.max_stored_bytes or 0,
+            ),
         )
 
     async def authenticate(self, key_digest: bytes) -> Identity | None:

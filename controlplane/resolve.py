@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import IntEnum
-from typing import Any, NamedTuple
-
-from sqlalchemy import Row, TextClause, text
+from typing import NamedTuple
 
 from controlplane.catalog import QUARANTINED, READY, RETIRED, STABLE
-from controlplane.db import Database, Scope
+from controlplane.db import Database, Scope, translated
 from controlplane.fallback import FallbackPolicy
 from controlplane.identities import Holder, Identities
 from controlplane.limits import TenantLimits, TenantQuotas
+from controlplane.pipeline import Statement
 from controlplane.remembered import Freshness, Memory
+from controlplane.settings import APP_ROLE
 from controlplane.tickets import ticket
 from controlplane.vault import Vault
 from veneer.errors import UnauthenticatedError
@@ -109,7 +108,9 @@ class _Question(NamedTuple):
     base_digest: str
 
 
-_BY_ALIAS = text("""
+_BY_ALIAS = Statement(
+    "by_alias",
+    """
     SELECT a.generation, b.weight, v.digest, v.number, v.max_rank, v.config_bytes + v.weights_bytes AS size_bytes, v.state,
            v.base_digest, v.report -> 'invocation_tokens' AS invocation_tokens, before.*
     FROM aliases a
@@ -121,35 +122,56 @@ _BY_ALIAS = text("""
                w.report -> 'invocation_tokens' AS before_invocation_tokens
         FROM arms p JOIN versions w ON w.tenant = p.tenant AND w.digest = p.version
         WHERE p.tenant = b.tenant AND p.adapter = b.adapter AND p.alias = b.alias AND w.state = 'READY'
-          AND w.base_digest = :base
+          AND w.base_digest = $4
           AND p.generation < (SELECT min(f.generation) FROM arms f WHERE f.tenant = b.tenant AND f.adapter = b.adapter
                               AND f.alias = b.alias AND f.version = b.version)
           AND NOT EXISTS (SELECT FROM arms o WHERE o.tenant = p.tenant AND o.adapter = p.adapter AND o.alias = p.alias
                           AND o.generation = p.generation AND o.position <> p.position)
         ORDER BY p.generation DESC LIMIT 1
     ) before ON true
-    WHERE a.tenant = :owner AND a.adapter = :adapter AND a.name = :wanted
+    WHERE a.tenant = $1 AND a.adapter = $2 AND a.name = $3
     ORDER BY b.position
-""")
+    """,
+)
 """The arms of an alias, each with the version before it: of those still ready, the one to which all traffic last went before the
 alias first served the arm's. So what a rollback left is never taken for an earlier version of what came after it.
 """
-_BY_VERSION = text("""
+_BY_VERSION = Statement(
+    "by_version",
+    """
     SELECT 0 AS generation, 1 AS weight, digest, number, max_rank, config_bytes + weights_bytes AS size_bytes, state, base_digest,
-           report -> 'invocation_tokens' AS invocation_tokens, NULL AS before_digest
-    FROM versions WHERE tenant = :owner AND adapter = :adapter AND digest = :wanted
-""")
+           report -> 'invocation_tokens' AS invocation_tokens
+    FROM versions WHERE tenant = $1 AND adapter = $2 AND digest = $3
+    """,
+)
+_SCOPE = Statement("scope", "SELECT set_config('app.tenant', $1, true), set_config('app.scope', $2, true)")
+
+
+class _Row(NamedTuple):
+    generation: int
+    weight: int
+    digest: str
+    number: int
+    max_rank: int
+    size_bytes: int
+    state: str
+    base_digest: str
+    invocation_tokens: list[int] | None  # the reports of older versions do not have the field
+    before_digest: str | None = None
+    before_number: int = 0
+    before_max_rank: int = 0
+    before_size_bytes: int = 0
+    before_invocation_tokens: list[int] | None = None
 
 
 class Resolver:
     """Resolves references, and remembers what they mean. Owned by one event loop."""
 
     def __init__(self, database: Database, identities: Identities, vault: Vault, freshness: Freshness) -> None:
-        self._database = database
+        self._lines = database.lines(APP_ROLE, _SCOPE, _BY_ALIAS, _BY_VERSION)
         self._identities = identities
         self._vault = vault
         self._memory: Memory[_Question, Resolution | Refusal] = freshness.adapters
-        self._places = asyncio.Semaphore(database.pool_size)
 
     async def resolve(self, key_digest: bytes, reference: Reference, *, base_digest: str, node: str = "") -> Resolved:
         """Tells who a key belongs to and what a reference means for its tenant on a node with this base.
@@ -188,12 +210,14 @@ class Resolver:
 
     async def _look_up(self, tenant: str, reference: Reference, *, base_digest: str) -> Resolution | Refusal:
         owner, alias = reference.owner or tenant, "" if reference.version else reference.alias or STABLE
-        query: TextClause = _BY_VERSION if reference.version else _BY_ALIAS
-        parameters = {"owner": owner, "adapter": reference.adapter, "wanted": reference.version or alias}
-        if not reference.version:
-            parameters["base"] = base_digest
-        async with self._places, self._database.transaction(Scope.of_caller(tenant)) as connection:
-            rows = (await connection.execute(query, parameters)).all()
+        query = _BY_VERSION if reference.version else _BY_ALIAS
+        named = [owner, reference.adapter, reference.version or alias, *([] if reference.version else [base_digest])]
+        scope = Scope.of_caller(tenant)
+        with translated():
+            _, found = await self._lines.ask(
+                (_SCOPE, [scope.tenant.encode(), scope.kind.encode()]), (query, [one.encode() for one in named])
+            )
+        rows = [_Row(*row) for row in found]
         if not rows:
             return Refusal.NOT_FOUND
         if any(row.base_digest != base_digest for row in rows):
@@ -208,7 +232,7 @@ class Resolver:
                 max_rank=row.max_rank,
                 size_bytes=row.size_bytes,
                 state=row.state,
-                invocation_tokens=tuple(row.invocation_tokens or ()),  # the reports of older versions do not have the field
+                invocation_tokens=tuple(row.invocation_tokens or ()),
                 previous=_previous(row),
             )
             for row in rows
@@ -243,7 +267,7 @@ class Resolver:
         )
 
 
-def _previous(row: Row[Any]) -> Servable | None:
+def _previous(row: _Row) -> Servable | None:
     if row.before_digest is None:
         return None
     return Servable(

@@ -117,7 +117,7 @@ class DoomedDatabase:
 
     def __init__(self, database: Database, fate: Fate) -> None:
         self._database, self._fate = database, fate
-        self.app, self.auth, self.relay = database.app, database.auth, database.relay
+        self.app, self.relay = database.app, database.relay
 
     @asynccontextmanager
     async def transaction(self, *arguments: Any, **more: Any) -> AsyncIterator[Any]:

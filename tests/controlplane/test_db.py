@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psycopg
 import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import ProgrammingError
 
 from controlplane import models
 from controlplane.db import NODE, OPERATOR, PUBLIC, Database, Scope
-from controlplane.settings import Settings
+from controlplane.pipeline import Statement
+from controlplane.settings import AUTH_ROLE, Settings
 from tests.fixtures.controlplane import World, settings_for
 from tests.fixtures.services import TestDatabase
 from veneer.errors import AlreadyExistsError, InternalError, InvalidArgumentError, UnavailableError
@@ -107,9 +109,9 @@ async def test_nobody_can_change_what_a_version_is_or_where_it_comes_from(narrow
     "statement", ["SELECT * FROM keys", "SELECT * FROM tenants", "SELECT * FROM versions", "SELECT * FROM outbox"]
 )
 async def test_the_authentication_role_can_call_its_function_only(narrow: Database, statement: str) -> None:
-    with pytest.raises(ProgrammingError, match="permission denied"):
-        async with narrow.auth.connect() as connection:
-            await connection.execute(text(statement))
+    asked = Statement("asked", statement)
+    with pytest.raises(psycopg.errors.InsufficientPrivilege, match="permission denied"):
+        await narrow.lines(AUTH_ROLE, asked).ask((asked, []))
 
 
 @pytest.mark.parametrize(

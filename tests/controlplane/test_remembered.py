@@ -14,6 +14,7 @@ from controlplane.coalesced import Coalesced
 from controlplane.identities import Holder, Identities
 from controlplane.pipeline import Statement
 from controlplane.remembered import Memory
+from controlplane.settings import APP_ROLE
 from controlplane.vault import open_vault
 from tests.fixtures.controlplane import BASE_DIGEST, Client, World
 from veneer.controlplane.v1 import catalog_pb2, nodes_pb2, tenants_pb2
@@ -156,13 +157,16 @@ async def test_where_another_server_answers_nothing_is_read_from_the_one_of_befo
 ) -> None:
     await _look(world)
     database, freshness = world.plane.database, world.plane._freshness
-    before = [engine.sync_engine.pool for engine in (database.app, database.auth)]
+    asked = Statement("pid", "SELECT pg_backend_pid()")
+    lines = database.lines(APP_ROLE, asked)
+    before = database.app.sync_engine.pool, await lines.ask((asked, []))
     monkeypatch.setattr(remembered, "_MAX_CONNECTION_S", 0.0)
     await _look(world)
-    assert [engine.sync_engine.pool for engine in (database.app, database.auth)] == before
+    assert (database.app.sync_engine.pool, await lines.ask((asked, []))) == before
     freshness._server = "started earlier"
     await _look(world)
-    assert all(engine.sync_engine.pool not in before for engine in (database.app, database.auth))
+    assert database.app.sync_engine.pool is not before[0]
+    assert await lines.ask((asked, [])) != before[1]
 
 
 @pytest.mark.parametrize(("on", "lookups"), [("0 s", 1), ("58 min", 1), ("59.5 min", 3), ("2 h", 3)])

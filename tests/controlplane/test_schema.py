@@ -20,6 +20,7 @@ from sqlalchemy.exc import DBAPIError
 from controlplane import models, schema
 from controlplane.catalog import Version
 from controlplane.db import Database
+from controlplane.pipeline import Statement
 from controlplane.schema import make_first_operator, migrate
 from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
 from controlplane.vault import new_secret, open_vault
@@ -88,12 +89,16 @@ def test_no_service_role_can_pass_the_wall(database: TestDatabase, role: str) ->
 async def test_the_service_connects_as_its_roles(settings: Settings) -> None:
     database = Database(settings)
     users = []
-    for engine in (database.app, database.auth, database.relay):
+    for engine in (database.app, database.relay):
         async with engine.connect() as connection:
             users.append((await connection.execute(text("SELECT session_user"))).scalar_one())
+    asked = Statement("user", "SELECT session_user::text")
+    for role in (APP_ROLE, AUTH_ROLE, RELAY_ROLE):
+        [[(user,)]] = await database.lines(role, asked).ask((asked, []))
+        users.append(user)
     await database.close()
 
-    assert users == [APP_ROLE, AUTH_ROLE, RELAY_ROLE]
+    assert users == [APP_ROLE, RELAY_ROLE, APP_ROLE, AUTH_ROLE, RELAY_ROLE]
 
 
 async def test_a_migrated_database_can_be_migrated_again_and_at_the_same_time(settings: Settings) -> None:
