@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 from dataplane.circuits import Circuit, Circuits
 from dataplane.load_line import LoadLine, Ticket, Urgency
+from dataplane.load_room import Amount, LoadRoom
 from dataplane.lora.host_cache import TenantHostLimitError
 from dataplane.metrics import Metrics
 from dataplane.throttle import Throttle
-from dataplane.transfer import Pace
+from dataplane.transfer import Pace, Room
 from veneer.errors import FailedPreconditionError, InternalError, ResourceExhaustedError, UnavailableError, VeneerError
 
 _log = logging.getLogger(__name__)
@@ -26,9 +27,10 @@ _log = logging.getLogger(__name__)
 class Fetcher(Protocol):
     """What loads need of the store."""
 
-    async def fetch(self, version: str, *, pace: Pace, is_ahead: Callable[[], bool]) -> Path:
+    async def fetch(self, version: str, *, pace: Pace, room: Room, is_ahead: Callable[[], bool]) -> Path:
         """Brings the version's image into the host cache; cancelled, it leaves nothing half made.
 
+        What it takes on the way it says to `room` before, and has left when it ends.
         One that nobody waits for when it is kept (`is_ahead`, asked from any thread) takes free room alone.
         """
 
@@ -44,6 +46,9 @@ class LoadLimits:
         max_ahead: Loads ahead, in line and under way.
         max_failures: Loads of a version that fail in a row before requests are answered without one.
         stall_s: How long a load may bring nothing before it gives its place up.
+        hang_s: How long before it gives up its room too, where others that are waited for have none; longer than a read may take.
+        memory_bytes: What files of loads under way take in memory together, and as much again for images that are made of them.
+        disk_bytes: What those take that are too large for that.
         restage_bytes: Images that a new engine is told of at once, of those asked for lately.
     """
 
@@ -53,6 +58,9 @@ class LoadLimits:
     max_ahead: int = 64
     max_failures: int = 3
     stall_s: float = 2.0
+    hang_s: float = 15.0
+    memory_bytes: int = 256 << 20
+    disk_bytes: int = 8 << 30
     restage_bytes: int = 0
 
 
@@ -140,6 +148,12 @@ class Loads:
         self._limits = limits
         self._clock = clock
         self._line = LoadLine(limits.max_fetches)
+        self._room = LoadRoom(
+            Amount(memory=limits.memory_bytes, disk=limits.disk_bytes, image=limits.memory_bytes),
+            patience_s=limits.hang_s,
+            max_wait_s=limits.load_timeout_s,
+            clock=clock,
+        )
         self._throttle = Throttle(limits.prefetch_bytes_per_s, clock=clock)
         self._circuits = Circuits(max_failures=limits.max_failures, clock=clock)
         self._loads: dict[str, Load] = {}
@@ -188,6 +202,9 @@ class Loads:
             load.ahead, load.ticket.tenant = None, tenant
         if urgency < load.ticket.urgency:
             load.ticket.urgency = urgency
+            if self._room.is_waiting(load.ticket):
+                self._wait_for_room(load)
+            self._room.settle()
             self._begin_next()
         if urgency is Urgency.WAITED:
             load.urgent.set()
@@ -209,6 +226,7 @@ class Loads:
         if (is_expected or load.popular) and not self.is_full_ahead:
             load.urgent.clear()
             load.ticket.urgency = Urgency.EXPECTED
+            self._room.settle()
             self._begin_next()
         else:
             self._metrics.load_cancelled()
@@ -236,6 +254,7 @@ class Loads:
 
     def _cancel(self, load: Load) -> None:
         self._end(load)
+        self._room.ends(load.ticket)
         before = () if load.after is None else (load.after,)  # this one may end while it still waits for that
         ending = asyncio.gather(*before, load.task, return_exceptions=True)
         self._ending[load.version] = ending
@@ -301,11 +320,13 @@ class Loads:
             load.begin.clear()
             self._watch(load)
             try:
-                await self._store.fetch(
-                    load.version,
-                    pace=lambda num_bytes: self._pace(load, num_bytes),
-                    is_ahead=lambda: not load.urgent.is_set(),
-                )
+                async with self._room.attempt(load.ticket):
+                    await self._store.fetch(
+                        load.version,
+                        pace=lambda num_bytes: self._pace(load, num_bytes),
+                        room=lambda amount: self._enter(load, amount),
+                        is_ahead=lambda: not load.urgent.is_set(),
+                    )
                 return
             except (UnavailableError, ResourceExhaustedError) as error:
                 is_last = self._clock() + pause_s - started_s > self._limits.load_timeout_s
@@ -316,6 +337,17 @@ class Loads:
             self._leave(load)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
             pause_s = min(pause_s * 2, 2.0)
+
+    async def _enter(self, load: Load, amount: Amount) -> None:
+        await self._room.enter(load.ticket, amount, on_wait=lambda: self._wait_for_room(load))
+        self._line.progress(load.ticket)
+        self._watch(load)
+
+    def _wait_for_room(self, load: Load) -> None:
+        """Who waits for room needs no place meanwhile; loads ahead keep theirs, so that no more of them begin."""
+        self._stop_watch(load)
+        if load.ticket.urgency is Urgency.WAITED:
+            self._stall(load)
 
     async def _pace(self, load: Load, num_bytes: int) -> None:
         self._line.progress(load.ticket)
@@ -328,6 +360,7 @@ class Loads:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await load.urgent.wait()
+        self._room.came(load.ticket)
         self._watch(load)
 
     def _watch(self, load: Load) -> None:

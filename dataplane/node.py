@@ -140,6 +140,7 @@ class Node:
 
     def _build_loading(self, base: BaseDescription, config: EngineConfig) -> None:
         settings = self._settings
+        idle_s = min(10.0, settings.load_timeout_s)
         settings.cache_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.cache = HostCache(
             settings.cache_folder / "images",
@@ -159,7 +160,8 @@ class Node:
             artifact_limits=Limits(max_rank=settings.max_rank),
             limits=StoreLimits(
                 max_fetches=8 * settings.max_fetches,  # the prefetcher says which, and how many
-                idle_s=min(10.0, settings.load_timeout_s),
+                window_bytes=settings.load_memory_bytes,
+                idle_s=idle_s,
                 patience_s=settings.load_timeout_s,
             ),
             observe=self.metrics.fetched,
@@ -178,6 +180,9 @@ class Node:
                 load_timeout_s=settings.load_timeout_s,
                 prefetch_bytes_per_s=settings.prefetch_bytes_per_s,
                 max_failures=settings.max_load_failures,
+                hang_s=1.5 * idle_s,
+                memory_bytes=settings.load_memory_bytes,
+                disk_bytes=settings.load_disk_bytes,
                 restage_bytes=config.arena_bytes,
             ),
         )

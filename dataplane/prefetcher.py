@@ -19,6 +19,7 @@ from dataplane.circuits import Circuit
 from dataplane.claims import Claim, Level
 from dataplane.engine.messages import Unloaded
 from dataplane.load_line import Urgency
+from dataplane.load_room import NoRoomError
 from dataplane.loads import Fetcher, Load, LoadLimits, Loads
 from dataplane.lora.host_cache import HostCache, HostCacheFullError, Payer, TenantHostFullError, TenantHostLimitError
 from dataplane.metrics import Metrics
@@ -262,7 +263,7 @@ class Prefetcher:
         """See `LoadEvents`."""
         self._cache.cancel(load.version)
         if load.source:
-            is_full = isinstance(error, HostCacheFullError)
+            is_full = isinstance(error, HostCacheFullError | NoRoomError)
             self._metrics.prefetched(load.source, "no_room" if is_full else "failed")
             if is_full:  # nobody asked, and nothing is wrong with it
                 return

@@ -65,6 +65,9 @@ class Settings(BaseSettings):
         cache_folder: Adapter images, mapped into host memory, and files on their way there; a memory file system suits well.
         host_cache_bytes: Budget for images; 0 takes a twelfth of the machine's memory, at most 64 GiB.
         max_fetches: Versions that requests wait for fetched from the store at the same time; a quarter as many more ahead.
+        load_memory_bytes: Memory for files of versions on their way from the store, up to 16 MiB each; as much again for the
+            images that are made of them. A version that alone takes more has all of it.
+        load_disk_bytes: Disk, in the cache folder, for the files on their way that are larger, in the same way.
         prefetch_bytes_per_s: Bytes a second of all fetches above which those wait that no request waits for; 0: no limit.
         max_load_failures: Loads of a version that fail in a row before requests for it are answered without one, for a while.
         load_timeout_s: How long the load of a version is tried again, and how long the store may bring nothing of it.
@@ -136,6 +139,8 @@ class Settings(BaseSettings):
     cache_folder: Path = Path("/var/lib/veneer/cache")
     host_cache_bytes: Annotated[int, Field(ge=0)] = 0
     max_fetches: Annotated[int, Field(ge=1, le=256)] = 8
+    load_memory_bytes: Annotated[int, Field(ge=_MIB)] = 256 * _MIB
+    load_disk_bytes: Annotated[int, Field(ge=_MIB)] = 8 * _GIB
     prefetch_bytes_per_s: Annotated[int, Field(ge=0)] = 128 * _MIB
     max_load_failures: Annotated[int, Field(ge=1, le=1000)] = 3
     load_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0

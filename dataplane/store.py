@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from dataplane.folding import image_pairs
+from dataplane.load_room import Amount
 from dataplane.lora.coding import ITEM_BYTES
 from dataplane.lora.host_cache import HostCache
 from dataplane.lora.image import ALIGN_BYTES, Image, ImageError, LossyAdapterError, build_image, check_loss
@@ -29,10 +31,12 @@ from dataplane.transfer import (
     CorruptVersionError,
     Files,
     Pace,
+    Room,
     Source,
     Transfer,
     TransferLimits,
     UnloadableVersionError,
+    anywhere,
     at_once,
     in_thread,
 )
@@ -42,6 +46,8 @@ from veneer.errors import UnavailableError, VeneerError
 _log = logging.getLogger(__name__)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _MAX_SIGNED_READS = 128
+_MIN_SIGNED_READS = 8
+_SIGNED_WINDOW_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,7 @@ class StoreLimits:
     Attributes:
         max_fetches: Versions fetched at the same time.
         max_builds: Images built at the same time.
+        window_bytes: What reads of the object store may have in hand together, also those that hang and nobody waits for.
         max_resumes: See `TransferLimits`.
         idle_s: See `TransferLimits`.
         patience_s: See `TransferLimits`.
@@ -59,6 +66,7 @@ class StoreLimits:
 
     max_fetches: int = 8
     max_builds: int = 2
+    window_bytes: int = 256 << 20
     max_resumes: int = 5
     idle_s: float = 10.0
     patience_s: float = 30.0
@@ -137,7 +145,8 @@ class AdapterStore:
         self._fetches = asyncio.Semaphore(limits.max_fetches)
         self._builds = asyncio.Semaphore(limits.max_builds)
         self._builders = ThreadPoolExecutor(limits.max_builds, thread_name_prefix="image-builds")
-        self._signed = SignedReads(min(2 * limits.max_fetches, _MAX_SIGNED_READS))  # a version has two files
+        num_windows = max(limits.window_bytes // _SIGNED_WINDOW_BYTES, _MIN_SIGNED_READS)
+        self._signed = SignedReads(min(2 * limits.max_fetches, num_windows, _MAX_SIGNED_READS))  # a version has two files
         self._transfer = Transfer(
             source,
             self._signed,
@@ -162,7 +171,9 @@ class AdapterStore:
         self._signed.close()
         self._builders.shutdown(wait=False, cancel_futures=True)
 
-    async def fetch(self, version: str, *, pace: Pace = at_once, is_ahead: Callable[[], bool] = bool) -> Path:
+    async def fetch(
+        self, version: str, *, pace: Pace = at_once, room: Room = anywhere, is_ahead: Callable[[], bool] = bool
+    ) -> Path:
         """Brings the version's image into the cache, whole or not at all, and returns where it lies.
 
         Cancelled, it ends at once while bytes come; an image that is being built is finished first.
@@ -170,6 +181,7 @@ class AdapterStore:
         Args:
             version: The version.
             pace: Told of bytes that came; more are read when it returns.
+            room: Told of what files and image will take on their way; all of it is free again when this returns or raises.
             is_ahead: Whether nobody waits for it now; asked from any thread.
 
         Raises:
@@ -181,7 +193,8 @@ class AdapterStore:
         """
         async with self._fetches:
             try:
-                with await self._read_twice(version, pace) as files:
+                with await self._read_twice(version, pace, room) as files:
+                    await room(self._image_amount(files))
                     async with self._builds:
                         await self._build(version, files, is_ahead)
             except OSError as error:
@@ -198,7 +211,7 @@ class AdapterStore:
             VeneerError: They cannot be had, or are not what was published.
         """
         async with self._fetches:
-            files = await self._read_twice(version, at_once)
+            files = await self._read_twice(version, at_once, anywhere)
         try:
             artifact = await in_thread(partial(check, files.config, files.weights, self._base, self._artifact_limits))
         except BaseException:
@@ -206,13 +219,13 @@ class AdapterStore:
             raise
         return StoredVersion(artifact, files, self._base.num_layers)
 
-    async def _read_twice(self, version: str, pace: Pace) -> Files:
+    async def _read_twice(self, version: str, pace: Pace, room: Room) -> Files:
         try:
-            return await self._transfer.read(version, by_url=True, pace=pace)
+            return await self._transfer.read(version, by_url=True, pace=pace, room=room)
         except CorruptVersionError:
             self._count_corrupt(version, is_last=False)
         try:
-            return await self._transfer.read(version, by_url=False, pace=pace)
+            return await self._transfer.read(version, by_url=False, pace=pace, room=room)
         except CorruptVersionError:
             self._count_corrupt(version, is_last=True)
             try:
@@ -256,6 +269,10 @@ class AdapterStore:
             evicted += self._cache.add(version, size_bytes=size_bytes)
         finally:
             self._cache.cancel(version)
+
+    def _image_amount(self, files: Files) -> Amount:
+        """Returns what the image takes at most while it is made: matrices of two bytes may become four."""
+        return Amount(image=files.weights.seek(0, os.SEEK_END) * (2 if ITEM_BYTES[self.dtype] > 2 else 1))
 
     def _judge(self, image: Image) -> None:
         """Tells what an image loses in fp8, and refuses it beyond the limit."""

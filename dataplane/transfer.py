@@ -8,16 +8,17 @@ import io
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Protocol, Self, TypeVar, cast
+from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast
 
 from dataplane.catalog_client import Blob, Grant
+from dataplane.load_room import Amount
 from dataplane.signed_urls import SignedReads
 from veneer.artifact import version_digest
 from veneer.errors import (
@@ -38,10 +39,16 @@ _WINDOW_BYTES = 4 << 20
 
 Pace = Callable[[int], Awaitable[None]]
 """Told of bytes that came; more are read when it returns."""
+Room = Callable[[Amount], Awaitable[None]]
+"""Told of bytes that something will take; it begins when this returns. Whoever gave it knows when they are free again."""
 
 
 async def at_once(num_bytes: int) -> None:
     """The pace of who waits for nothing."""
+
+
+async def anywhere(amount: Amount) -> None:
+    """The room of who is alone."""
 
 
 class CorruptVersionError(FailedPreconditionError):
@@ -140,13 +147,14 @@ class Transfer:
         self._limits = limits
         self._observe = observe
 
-    async def read(self, version: str, *, by_url: bool, pace: Pace = at_once) -> Files:
+    async def read(self, version: str, *, by_url: bool, pace: Pace = at_once, room: Room = anywhere) -> Files:
         """Reads both files of a version, at the same time.
 
         Args:
             version: The version.
             by_url: Reads from the object store where there is a signed address, and through the control plane where that fails.
             pace: Told of bytes that came.
+            room: Told of what the files take, before the first byte is read.
 
         Raises:
             CorruptVersionError: Its bytes are wrong.
@@ -158,6 +166,7 @@ class Transfer:
         started_s = time.monotonic()
         grant = await self._grant(version)
         granted_s = time.monotonic()
+        await room(_amount_of(grant))
         with ExitStack() as stack:
             files = {blob.name: stack.enter_context(await self._buffer(blob)) for blob in grant.blobs}
             await _all(
@@ -244,6 +253,13 @@ class Transfer:
             raise CorruptVersionError("a file of the version does not have its digest")
 
 
+def _amount_of(grant: Grant) -> Amount:
+    """Returns what a version's files take at most: kept, and a window that comes while the one before it is kept."""
+    kept = sum(blob.size_bytes for blob in grant.blobs if blob.size_bytes <= _IN_MEMORY_BYTES)
+    windows = sum(min(blob.size_bytes, 2 * _WINDOW_BYTES) for blob in grant.blobs)
+    return Amount(memory=kept + windows, disk=sum(blob.size_bytes for blob in grant.blobs) - kept)
+
+
 async def _all(transfers: Iterable[Callable[[], Coroutine[None, None, None]]]) -> None:
     """Runs transfers at the same time; the first that fails ends the others."""
     tasks = [asyncio.create_task(transfer()) for transfer in transfers]
@@ -252,7 +268,7 @@ async def _all(transfers: Iterable[Callable[[], Coroutine[None, None, None]]]) -
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        await _to_the_end(tasks)
 
 
 async def in_thread(work: Callable[[], _T], threads: Executor | None = None) -> _T:
@@ -266,5 +282,17 @@ async def in_thread(work: Callable[[], _T], threads: Executor | None = None) -> 
     try:
         return await asyncio.shield(call)
     except asyncio.CancelledError:
-        await asyncio.wait((call,))
+        await _to_the_end((call,))
         raise
+
+
+async def _to_the_end(those: Collection[asyncio.Future[Any]]) -> None:
+    """Waits until all have ended, however often it is cancelled meanwhile."""
+    cancelled: asyncio.CancelledError | None = None
+    while not all(one.done() for one in those):
+        try:
+            await asyncio.wait(those)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from dataplane.load_room import Amount
 from dataplane.loads import LoadLimits
 from dataplane.lora.host_cache import HostCache
 from dataplane.metrics import Metrics
 from dataplane.prefetcher import Prefetcher
-from dataplane.transfer import Pace
+from dataplane.transfer import Pace, Room
 from dataplane.unloads import Unloads
 from tests.dataplane.doubles import ScriptedEngine, make_metrics
 from veneer.errors import VeneerError
@@ -34,9 +35,10 @@ class Fetches:
         self.on_stored: Callable[[], object] = lambda: None
         self.on_evicted: Callable[[tuple[str, ...]], object] = lambda _: None
 
-    async def fetch(self, version: str, *, pace: Pace, is_ahead: Callable[[], bool]) -> Path:
+    async def fetch(self, version: str, *, pace: Pace, room: Room, is_ahead: Callable[[], bool]) -> Path:
         self.started.append(version)
         await self.open.wait()
+        await room(Amount(memory=100))
         await pace(100)
         if self.errors:
             raise self.errors.pop(0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dataplane.doubles import VERSION, until
-from tests.dataplane.test_loads import Rig, rigged
+from tests.dataplane.scripted_store import Rig, rigged
 from veneer.errors import FailedPreconditionError
 
 

@@ -3,113 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
-from dataplane.loads import LoadLimits
-from dataplane.lora.host_cache import HostCache
-from dataplane.metrics import Metrics
-from dataplane.prefetcher import Prefetcher
 from dataplane.transfer import Pace
-from dataplane.unloads import Unloads
-from tests.dataplane.doubles import OTHER, VERSION, ScriptedEngine, make_metrics, until
-from tests.dataplane.test_throttle import Clock
+from tests.dataplane.doubles import OTHER, VERSION, until
+from tests.dataplane.scripted_store import fail, hang, rigged, to_the_end, version
 from veneer.errors import FailedPreconditionError, UnavailableError, VeneerError
-
-
-class Store:
-    """A store whose versions come, hang, fail or drip as the test says.
-
-    Attributes:
-        behave: What each version does, called for each attempt; what is not here comes at once.
-        running: Attempts under way, by version.
-        num_begun: Attempts so far, by version.
-    """
-
-    def __init__(self, cache: HostCache) -> None:
-        self._cache = cache
-        self.behave: dict[str, Callable[[Pace], Any]] = {}
-        self.running: Counter[str] = Counter()
-        self.num_begun: Counter[str] = Counter()
-        self.max_running = 0
-        self.evicted: list[str] = []
-
-    async def fetch(self, version: str, *, pace: Pace, is_ahead: Callable[[], bool]) -> Path:
-        self.num_begun[version] += 1
-        self.running[version] += 1
-        self.max_running = max(self.max_running, self.running.total())
-        assert self.running[version] == 1, "one load for each version at a time"
-        try:
-            if version in self.behave:
-                await self.behave[version](pace)
-            self.evicted += self._cache.reserve(version, size_bytes=100, ahead=is_ahead())
-            path = self._cache.path(version)
-            path.write_bytes(b"i" * 100)
-            self._cache.add(version, size_bytes=100)
-            return path
-        finally:
-            try:
-                await asyncio.sleep(0)
-            finally:  # it may be cancelled just here
-                self.running[version] -= 1
-
-
-async def hang(pace: Pace) -> None:
-    await asyncio.Event().wait()
-
-
-async def fail(pace: Pace) -> None:
-    raise UnavailableError("the store cannot be read")
-
-
-class Rig:
-    """A prefetcher over that store."""
-
-    def __init__(self, folder: Path, **limits: Any) -> None:
-        self.cache = HostCache(folder, max_bytes=1 << 20, dtype="float32")
-        self.store = Store(self.cache)
-        self.engine = ScriptedEngine()
-        self.registry = CollectorRegistry()
-        self.clock = Clock()
-        self.refused: dict[str, VeneerError] = {}
-        self.prefetcher = Prefetcher(
-            store=self.store,
-            cache=self.cache,
-            engine=self.engine,
-            may_serve=self._may_serve,
-            metrics=Metrics(self.registry, base_name="tiny"),
-            unloads=Unloads(make_metrics()),
-            limits=LoadLimits(**{"max_fetches": 2, "load_timeout_s": 30.0, "stall_s": 60.0, **limits}),
-            clock=self.clock,
-        )
-
-    async def _may_serve(self, version: str) -> object:
-        if version in self.refused:
-            raise self.refused[version]
-        return None
-
-
-@asynccontextmanager
-async def rigged(folder: Path, **limits: Any) -> AsyncIterator[Rig]:
-    rig = Rig(folder, **limits)
-    try:
-        yield rig
-    finally:
-        await rig.prefetcher.close()
-        assert rig.store.running.total() == 0
-        assert rig.prefetcher.num_loads == 0
-
-
-def version(number: int) -> str:
-    return f"{number:064x}"
 
 
 async def test_a_load_that_nobody_waits_for_any_more_is_cancelled(tmp_path: Path) -> None:
@@ -208,16 +113,6 @@ async def test_a_load_begun_anew_waits_for_the_end_of_the_cancelled_one(tmp_path
         assert rig.store.num_begun[VERSION] == 2
 
 
-async def to_the_end(work: Awaitable[object]) -> None:
-    """Waits for what cannot be broken off, as a thread cannot, also when cancelled."""
-    call = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(call)
-    except asyncio.CancelledError:
-        await asyncio.wait({call})
-        raise
-
-
 @pytest.mark.parametrize("num_between", [1, 3])
 async def test_it_waits_for_that_end_however_many_were_cancelled_between(tmp_path: Path, num_between: int) -> None:
     async with rigged(tmp_path) as rig:
@@ -307,43 +202,6 @@ async def test_a_probe_is_one_attempt_and_its_success_closes_the_circuit(tmp_pat
         del rig.store.behave[VERSION]
         await rig.prefetcher.ensure(VERSION).loaded
         assert rig.prefetcher.circuits() == []
-
-
-async def drip(pace: Pace, *, pieces: int, size: int) -> None:
-    for _ in range(pieces):
-        await pace(size)
-
-
-async def test_loads_ahead_take_no_more_bytes_than_they_may_and_requests_all_they_need(tmp_path: Path) -> None:
-    """Forged hints for a hundred versions of 10 KB each; while the clock stands still the burst comes, and a piece in flight."""
-    rate = 20_000
-    async with rigged(tmp_path, prefetch_bytes_per_s=rate, max_ahead=100) as rig:
-        taken = 0
-
-        async def counted(pace: Pace) -> None:
-            nonlocal taken
-            for _ in range(10):
-                taken += 1000
-                await pace(1000)
-
-        for number in range(100):
-            rig.store.behave[version(number)] = counted
-            rig.prefetcher.hint(version(number))
-        await until(lambda: rig.store.running.total() and taken > rate)
-        for _ in range(200):
-            await asyncio.sleep(0)
-        assert taken <= rate + 2 * 1000
-        rig.store.behave[OTHER] = lambda pace: drip(pace, pieces=50, size=10_000)
-        await asyncio.wait_for(rig.prefetcher.ensure(OTHER).loaded, 20)
-        assert rig.registry.get_sample_value("veneer_adapter_prefetch_bytes_total") == taken
-
-
-async def test_a_throttled_load_hurries_when_a_request_comes(tmp_path: Path) -> None:
-    async with rigged(tmp_path, prefetch_bytes_per_s=1) as rig:
-        rig.store.behave[VERSION] = lambda pace: drip(pace, pieces=20, size=10_000)
-        rig.prefetcher.hint(VERSION)
-        await until(lambda: rig.registry.get_sample_value("veneer_adapter_prefetch_bytes_total"))
-        await asyncio.wait_for(rig.prefetcher.ensure(VERSION).loaded, 20)
 
 
 async def test_a_request_behind_a_flood_of_another_tenant_goes_next(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from dataplane import store as store_module
 from dataplane.catalog_client import Blob
+from dataplane.load_room import Amount
 from dataplane.lora.host_cache import HostCache, HostCacheFullError
 from dataplane.lora.image import Image
 from dataplane.lora.image_file import open_image
@@ -249,6 +250,25 @@ async def test_an_image_makes_room_for_itself_and_says_for_whom_not(shelf: Shelf
     shelf.cache.let_go("old")
     await shelf.store.fetch(shelf.version)
     assert shelf.evicted == ["old"]
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("float32", "F32"), ("float32", "BF16"), ("bfloat16", "F32"), ("fp8", "BF16")])
+async def test_a_fetch_says_what_files_and_image_take_and_they_take_no_more(
+    shelf: Shelf, tmp_path: Path, dtype: str, stored: str
+) -> None:
+    folder = make_adapter_folder(tmp_path / stored, shelf.base, ranks=16, dtype=stored)
+    shelf.source = FolderSource(folder, base_digest=shelf.base.digest)
+    shelf.store = shelf.build(dtype=dtype)
+    told: list[Amount] = []
+
+    async def room(amount: Amount) -> None:
+        told.append(amount)
+
+    path = await shelf.store.fetch(shelf.version, room=room)
+    files, image = told
+    assert files.memory >= 2 * sum(map(len, shelf.source.files.values()))
+    assert files.image == image.memory == image.disk == 0
+    assert image.image >= open_image(path, version=shelf.version).num_bytes > 0
 
 
 async def test_fetches_at_the_same_time_are_bounded(shelf: Shelf) -> None:

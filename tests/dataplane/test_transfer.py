@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataplane import transfer as transfer_module
+from dataplane.load_room import Amount
 from dataplane.signed_urls import SignedReads
 from dataplane.transfer import CorruptVersionError, Transfer, TransferLimits, WithdrawnVersionError, in_thread
 from tests.dataplane.doubles import FolderSource, until
@@ -81,6 +82,29 @@ async def test_whoever_sets_the_pace_hears_of_every_byte_and_holds_the_rest_back
     assert sum(heard) == sum(map(len, source.files.values()))
 
 
+async def test_what_files_take_is_said_before_a_byte_is_read(
+    source: FolderSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_module, "_IN_MEMORY_BYTES", len(source.files[CONFIG]))
+    monkeypatch.setattr(transfer_module, "_WINDOW_BYTES", 1000)
+    told: list[Amount] = []
+    go = asyncio.Event()
+
+    async def room(amount: Amount) -> None:
+        told.append(amount)
+        await go.wait()
+
+    task = asyncio.create_task(reading(source, tmp_path).read(source.version, by_url=True, room=room))
+    await until(lambda: told)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert source.num_transfers == 0
+    config, weights = len(source.files[CONFIG]), len(source.files[WEIGHTS])
+    assert told == [Amount(memory=config + min(config, 2000) + 2000, disk=weights)]
+    go.set()
+    (await task).weights.close()
+
+
 @pytest.mark.parametrize("refusal", [NotFoundError("no such version"), FailedPreconditionError("the version is retired")])
 async def test_a_version_whose_bytes_may_not_be_read_is_one_that_may_not_be_served(
     source: FolderSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: VeneerError
@@ -93,7 +117,8 @@ async def test_a_version_whose_bytes_may_not_be_read_is_one_that_may_not_be_serv
         await reading(source, tmp_path).read(source.version, by_url=True)
 
 
-async def test_work_on_a_thread_has_ended_when_its_caller_was_cancelled() -> None:
+@pytest.mark.parametrize("num_cancels", [1, 3])
+async def test_work_on_a_thread_has_ended_when_its_caller_was_cancelled(num_cancels: int) -> None:
     begun, go = threading.Event(), threading.Event()
     ended: list[bool] = []
 
@@ -103,8 +128,12 @@ async def test_work_on_a_thread_has_ended_when_its_caller_was_cancelled() -> Non
 
     task = asyncio.create_task(in_thread(work))
     await asyncio.to_thread(begun.wait, 10)
-    task.cancel()
-    asyncio.get_running_loop().call_soon(go.set)
+    for _ in range(num_cancels):
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert not task.done()
+    go.set()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended == [True]
