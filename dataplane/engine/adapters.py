@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from dataplane.engine.config import EngineConfig
+from dataplane.engine.image_opener import ImageFile, ImageOpener
 from dataplane.engine.messages import Fail, Moved, Wanted
 from dataplane.lora.arena import Arena
 from dataplane.lora.eviction import Recency
@@ -42,16 +43,16 @@ Note = Moved | Wanted | Fail
 
 
 class DeviceAdapters:
-    """Residency, arena and the thread that copies between host memory and arena.
+    """Residency, arena, the threads that open images and the one that copies them from host memory to the arena.
 
-    The step loop calls everything but `_run`. The copying thread opens and checks images, once, those first that requests wait
-    for, and copies bytes into units that no step reads; the step loop itself makes a copied image visible (`settle`), in a slot
-    that no step reads either. An image that cannot be opened for want of memory or descriptors is tried again after a while.
+    The step loop calls everything that is public. Images are opened and checked once (`ImageOpener`). The copying thread copies
+    their bytes into units that no step reads; the step loop itself makes a copied image visible (`settle`), in a slot that no
+    step reads either. An image that cannot be opened for want of memory or descriptors is tried again after a while.
 
     Args:
         config: Settings.
         arena: Where images go.
-        wake: Called, from the copying thread, when `settle` has something to do.
+        wake: Called, from the other threads, when `settle` has something to do.
     """
 
     def __init__(self, config: EngineConfig, arena: Arena, *, wake: threading.Event) -> None:
@@ -73,15 +74,20 @@ class DeviceAdapters:
         self._num_staged = 0
         self._lock = threading.Lock()
         self._fault: Exception | None = None
-        self._work: queue.SimpleQueue[tuple[str, Path, int] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Copied | Note] = queue.SimpleQueue()
         self._arrived: dict[str, int] = {}
         self._opened: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._poked = False
+        self._look = threading.Event()
         self._blocked = False
         self._stopping = False
-        self._put_off: dict[str, tuple[Path, int]] = {}
-        self._again_s = 0.0
+        self._opener = ImageOpener(
+            dtype=config.arena_dtype,
+            check=self._check,
+            wanted=self.residency.wanted,
+            on_opened=self._take,
+            on_failed=self._refuse,
+            on_fault=self._break,
+        )
         self._thread = threading.Thread(target=self._run, name="adapter-loader", daemon=True)
         self._thread.start()
 
@@ -170,7 +176,7 @@ class DeviceAdapters:
         self._asked.add(version)
         self._num_staged += 1
         self._staged[version] = self._num_staged
-        self._work.put((version, Path(path), self._num_staged))
+        self._opener.put(ImageFile(version, Path(path), self._num_staged))
 
     def unstage(self, version: str, *, drop_device: bool) -> int:
         """Hears that a version's image is gone from host memory; returns the bytes that were mapped of it."""
@@ -201,15 +207,13 @@ class DeviceAdapters:
 
     def poke(self) -> None:
         """Lets the copying thread look for work: something is wanted, or room came free."""
-        if not self._poked:
-            self._poked = True
-            self._work.put(None)
+        self._look.set()
 
     def settle(self) -> list[Note]:
         """Makes what was copied visible. Returns what happened since the last call.
 
         Raises:
-            Exception: What ended the copying thread; the engine cannot go on without it.
+            Exception: What ended one of the threads; the engine cannot go on without it.
         """
         if self._fault is not None:
             raise self._fault
@@ -225,19 +229,23 @@ class DeviceAdapters:
             if version not in self._asked and version not in self._images:
                 self._asked.add(version)
                 notes.append(Wanted(version))
-        self._wanted = frozenset(self.residency.wanted())
-        if self._wanted:
+        wanted = frozenset(self.residency.wanted())
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._opener.poke()
+        if wanted:
             self.poke()
         return notes
 
     def stop(self) -> None:
-        """Ends the copying thread."""
+        """Ends the threads."""
         self._stopping = True
-        self._work.put(None)
+        self._look.set()
+        self._opener.stop()
         self._thread.join(timeout=30)
 
     def _hear(self, note: Note) -> bool:
-        """Notes what the copying thread says of an image; returns whether it still holds."""
+        """Notes what the other threads say of an image; returns whether it still holds."""
         if isinstance(note, Moved) and note.place == "opened":
             if note.version not in self._images:  # taken away meanwhile
                 return False
@@ -275,59 +283,58 @@ class DeviceAdapters:
         try:
             self._serve()
         except Exception as error:  # noqa: BLE001 - `settle` raises it in the step loop
-            self._fault = error
-            self._wake.set()
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        self._fault = error
+        self._wake.set()
 
     def _serve(self) -> None:
-        unopened: dict[str, tuple[Path, int]] = {}
         while True:
-            self._receive(unopened)
-            if self._stopping:
-                return
-            if unopened:
-                version = next(filter(unopened.__contains__, self.residency.wanted()), next(iter(unopened)))
-                self._open(version, *unopened.pop(version))
+            self._look.wait()
+            self._look.clear()
             while not self._stopping and (plan := self.residency.next_load()) is not None:
                 self._blocked = False
                 self._copy(plan)
+            if self._stopping:
+                return
             self._blocked = any(version in self._images for version in self.residency.wanted())
 
-    def _receive(self, unopened: dict[str, tuple[Path, int]]) -> None:
-        """Takes what there is to do; waits for something where no image waits to be opened."""
-        while not unopened or not self._work.empty():
-            if self._put_off and time.monotonic() >= self._again_s:
-                unopened.update({**self._put_off, **unopened})
-                self._put_off.clear()
-                continue
-            try:
-                work = self._work.get(timeout=max(0.0, self._again_s - time.monotonic()) if self._put_off else None)
-            except queue.Empty:
-                continue
-            if work is None:
-                self._poked = False
-                if self._work.empty():
-                    return
-            else:
-                version, path, number = work
-                unopened[version] = path, number
-
-    def _open(self, version: str, path: Path, number: int) -> None:
-        started = time.monotonic()
+    def _take(self, file: ImageFile, opened: HostImage, seconds: float) -> None:
+        """An image was opened; it is of use unless it was taken away, or another one was told of, meanwhile."""
         try:
-            opened = HostImage(path, version=version, dtype=self._config.arena_dtype, check=self._check)
             image = opened.image()
             with self._lock:
-                if self._staged.get(version) == number:
-                    self.residency.stage(version, rank=image.rank, blocks=image.block_bytes, loss=image.loss)
-                    self._images[version] = opened
-        except (CorruptImageError, OSError) as error:
-            self._report_unless_scarce(version, path, error)
-        except VeneerError as error:
-            self._report(Fail(version, error.status, error.message))
+                if self._staged.get(file.version) == file.number:
+                    self._keep(file.version, opened, image, seconds)
+        except (OSError, VeneerError) as error:
+            self._refuse(file, error)
+            return
+        self._opened.put(file.version)
+        self._look.set()
+        self._wake.set()
+
+    def _keep(self, version: str, opened: HostImage, image: Image, seconds: float) -> None:
+        """Has an image loaded from now on. That it was opened is said before, since a copy may be made at once."""
+        self._images[version] = opened
+        size_bytes = sum(image.block_bytes)
+        self._done.put(Moved(version, "opened", seconds, rank=image.rank, size_bytes=size_bytes))
+        try:
+            self.residency.stage(version, rank=image.rank, blocks=image.block_bytes, loss=image.loss)
+        except VeneerError:
+            del self._images[version]  # what was said does not hold then, see `_hear`
+            raise
+
+    def _refuse(self, file: ImageFile, error: OSError | VeneerError) -> None:
+        """An image cannot be opened: it is corrupt, beyond a limit, or the machine lacks something now."""
+        if isinstance(error, OSError) and error.errno in _SCARCE:
+            is_of_use = self._staged.get(file.version) == file.number
+            if is_of_use and self._opener.put_off(file, pause_s=_AGAIN_S):
+                _log.warning("images cannot be opened now", extra={"version": file.version, "errno": error.errno})
+        elif isinstance(error, OSError | CorruptImageError):
+            self._report(Moved(file.version, "corrupt"))
         else:
-            self._opened.put(version)
-            seconds, size_bytes = time.monotonic() - started, sum(image.block_bytes)
-            self._report(Moved(version, "opened", seconds, rank=image.rank, size_bytes=size_bytes))
+            self._report(Fail(file.version, error.status, error.message))
 
     def _check(self, image: Image) -> None:
         self._arena.check(image)
@@ -337,36 +344,32 @@ class DeviceAdapters:
 
     def _copy(self, plan: LoadPlan) -> None:
         started = time.monotonic()
-        opened = self._images.get(plan.version)
+        opened, number = self._images.get(plan.version), self._staged.get(plan.version, 0)
         if opened is None:  # taken away meanwhile
-            self._give_up(plan)
+            self._give_up(plan, opened)
+            return
+        file = ImageFile(plan.version, opened.path, number)
+        if opened.has_changed:  # it is opened again beside other loads
+            self._give_up(plan, opened)
+            self._opener.put(file)
             return
         try:
             image = opened.image()
             self._arena.copy(image, plan.extents)
             blocks = self._arena.locate(image, plan.extents)
-        except (VeneerError, OSError) as error:
-            self._give_up(plan)
-            self._report_unless_scarce(plan.version, opened.path, error)
+        except (OSError, VeneerError) as error:
+            self._give_up(plan, opened)
+            self._refuse(file, error)
             return
         self._done.put(_Copied(plan, blocks, image.rank, image.num_bytes, time.monotonic() - started))
         self._wake.set()
 
-    def _report_unless_scarce(self, version: str, path: Path, error: Exception) -> None:
-        """Says that an image is corrupt, unless the machine lacks something; then it is opened again later."""
-        if not isinstance(error, OSError) or error.errno not in _SCARCE:
-            self._report(Moved(version, "corrupt"))
-            return
-        if not self._put_off:
-            _log.warning("images cannot be opened now", extra={"version": version, "errno": error.errno})
+    def _give_up(self, plan: LoadPlan, opened: HostImage | None) -> None:
+        """Ends a load that cannot be made; an image that was opened meanwhile may be loaded."""
         with self._lock:
-            self._images.pop(version, None)
-            if (number := self._staged.get(version)) is not None:
-                self._put_off[version] = path, number
-        self._again_s = time.monotonic() + _AGAIN_S
-
-    def _give_up(self, plan: LoadPlan) -> None:
-        self.residency.fail(plan, retry=False)
+            if opened is not None and self._images.get(plan.version) is opened:
+                del self._images[plan.version]
+            self.residency.fail(plan, retry=plan.version in self._images)
         for evicted in plan.evicted:
             self._report(Moved(evicted.version, "host", reason="room"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from dataplane.lora.image import Image
@@ -15,7 +16,7 @@ _RACY_NS = 100_000_000
 
 
 class HostImage:
-    """A mapped image file. Owned by the copying thread.
+    """A mapped image file. Owned by the thread that opens it, then by the copying thread.
 
     Reading an image through for its checksum takes several times as long as copying it, so it is done once. Whoever writes into
     the file afterwards changes what is mapped: before each use the file's status is compared with that before the check, and a
@@ -27,17 +28,27 @@ class HostImage:
         version: Digest that it must carry.
         dtype: Type that it must carry.
         check: Checks what else the image must be.
+        computing: Held by whoever opens images while it computes and does not wait for the disk; None where one does alone.
 
     Raises:
         CorruptImageError: The file is cut, changed, or another one than expected; also from `check`.
         OSError: The file cannot be read.
     """
 
-    def __init__(self, path: Path, *, version: str, dtype: str, check: Callable[[Image], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        version: str,
+        dtype: str,
+        check: Callable[[Image], None],
+        computing: AbstractContextManager[object] | None = None,
+    ) -> None:
         self._path = path
         self._version = version
         self._dtype = dtype
         self._check = check
+        self._computing: AbstractContextManager[object] = nullcontext() if computing is None else computing
         self._stamp: _Stamp | None = None
         self._image = self._open()
 
@@ -50,6 +61,16 @@ class HostImage:
     def num_bytes(self) -> int:
         """Bytes that are mapped."""
         return self._image.num_bytes
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the file is another one than that which was checked, so that `image` reads it again."""
+        try:
+            return self._stamp is not None and _stamp(self._path) != self._stamp
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
 
     def image(self) -> Image:
         """Returns the image.
@@ -68,9 +89,10 @@ class HostImage:
 
     def _open(self) -> Image:
         stamp = _stamp(self._path)
-        image = open_image(self._path, version=self._version, dtype=self._dtype)
-        self._check(image)
-        _ = image.grid  # each load asks for it
+        image = open_image(self._path, version=self._version, dtype=self._dtype, computing=self._computing)
+        with self._computing:
+            self._check(image)
+            _ = image.grid  # each load asks for it
         is_old = time.time_ns() - stamp[0] > _RACY_NS
         self._stamp = stamp if is_old else None
         return image

@@ -14,7 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
+from io import BufferedReader
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ MAGIC = b"VNRIMG03"
 """What an image file of this format begins with."""
 _PREFIX = struct.Struct("<8sI32s")
 _PAGE = 4096
+_BLOCK_BYTES = 256 * 1024
 _MAX_HEADER_BYTES = 64 * 1024 * 1024
 _MAX_SIDE = 1 << 24
 """Of ranks, features and numbers of layers and slices: far beyond any model, and products of two fit an integer."""
@@ -80,7 +83,14 @@ def write_image(path: Path, image: Image) -> int:
     return len(prefix) + image.num_bytes
 
 
-def open_image(path: Path, *, version: str | None = None, base_digest: str | None = None, dtype: str | None = None) -> Image:
+def open_image(
+    path: Path,
+    *,
+    version: str | None = None,
+    base_digest: str | None = None,
+    dtype: str | None = None,
+    computing: AbstractContextManager[object] | None = None,
+) -> Image:
     """Maps an image file and checks all of it: header, layout, checksum, and what the caller expects.
 
     All is read before it is mapped. A page of a mapping that has to come from the disk first stops who touches it, with Python's
@@ -91,6 +101,7 @@ def open_image(path: Path, *, version: str | None = None, base_digest: str | Non
         version: Digest that the image must carry; None for any.
         base_digest: Base that it must carry; None for any.
         dtype: Dtype that it must carry; None for any.
+        computing: Held while this computes, and given back while it waits for the disk.
 
     Returns:
         The image; its payload is mapped read-only and stays valid when the file is unlinked.
@@ -99,6 +110,7 @@ def open_image(path: Path, *, version: str | None = None, base_digest: str | Non
         CorruptImageError: The file is cut, changed, or another one than expected.
         OSError: The file cannot be read.
     """
+    computing = nullcontext() if computing is None else computing
     with path.open("rb") as file:
         if sys.platform == "linux":
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -113,13 +125,24 @@ def open_image(path: Path, *, version: str | None = None, base_digest: str | Non
             raise CorruptImageError("the image's header is cut or changed")
         start = -(-(_PREFIX.size + length) // _PAGE) * _PAGE
         file.seek(start)
-        payload_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        payload_sha256 = _sha256(file, computing)
         mapped = map_file(file.fileno())
-    image = _read_header(header, mapped[start:], payload_sha256=payload_sha256)
+    with computing:
+        image = _read_header(header, mapped[start:], payload_sha256=payload_sha256)
     for name, expected in (("version", version), ("base_digest", base_digest), ("dtype", dtype)):
         if expected is not None and getattr(image, name) != expected:
             raise CorruptImageError(f"the image's {name} is {getattr(image, name)!r}, expected {expected!r}")
     return image
+
+
+def _sha256(file: BufferedReader, computing: AbstractContextManager[object]) -> str:
+    """Returns the digest of the rest of a file."""
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    while num_bytes := file.readinto(block):
+        with computing:
+            digest.update(block[:num_bytes])
+    return digest.hexdigest()
 
 
 def _read_header(header: bytes, payload: npt.NDArray[np.uint8], *, payload_sha256: str) -> Image:

@@ -338,7 +338,7 @@ def test_an_image_that_a_request_waits_for_is_opened_before_those_that_nobody_wa
             assert go_on.wait(60)
             super().__init__(path, version=version, **options)
 
-    monkeypatch.setattr("dataplane.engine.adapters.HostImage", Slow)
+    monkeypatch.setattr("dataplane.engine.image_opener.HostImage", Slow)
     harness = make()
     paths = {version: image_file(tmp_path, version, 3) for version in ("first", "second", "third", "wanted")}
     harness.adapters.stage("first", paths["first"])
