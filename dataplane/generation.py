@@ -52,8 +52,8 @@ class Loader(Protocol):
     def ensure(self, version: str, tenant: str = "", *, max_bytes: int = 0) -> Claim:
         """Has the version's image brought to host memory, and kept there while the claim is held."""
 
-    def expect(self, version: str) -> None:
-        """Has it brought there if that costs no request anything."""
+    def expect(self, version: str, tenant: str = "") -> None:
+        """Has it brought there for a tenant if that costs no request anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,14 +243,14 @@ class Generator:
             except NotReadyError as not_ready:
                 raise not_ready.cause from not_ready.cause.__cause__
         if asked.mode is FallbackMode.PREVIOUS and asked.previous is not None:
-            self._loader.expect(asked.previous.version)
+            self._loader.expect(asked.previous.version, asked.caller.tenant)
 
     def _expect_others(self, answer: Answer, served: Served) -> None:
         """The other arms of a split are asked for next."""
         if served.version is not None and isinstance(answer.outcome, Resolution):
             for arm in answer.outcome.arms:
                 if arm.version != served.version and arm.state == "READY":
-                    self._loader.expect(arm.version)
+                    self._loader.expect(arm.version, answer.caller.tenant)
 
     def _open(self, asked: Asked, bound: Binding) -> ChoiceStreams:
         streams = ChoiceStreams(

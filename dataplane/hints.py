@@ -11,8 +11,10 @@ import logging
 import random
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import redis.asyncio
@@ -27,6 +29,7 @@ _log = logging.getLogger(__name__)
 _CHANNEL = "veneer:hints:v1"
 _VERSION = re.compile(r"[0-9a-f]{64}")
 _MAX_BYTES = 1024
+_MAX_TENANTS = 4096
 _IGNORED_PAUSE_S = (
     0.001  # so a flood costs a bounded part of the event loop's time; what is not read waits in Redis, up to its limit
 )
@@ -38,9 +41,11 @@ class Hint:
 
     Attributes:
         version: Version to stage; empty when the hint names none.
+        tenant: Who owns it, as the hint says.
     """
 
     version: str
+    tenant: str = ""
 
 
 class Allowance:
@@ -59,15 +64,49 @@ class Allowance:
         self._level = float(burst)
         self._seen_s = clock()
 
-    def take(self) -> bool:
-        """Takes one, if there is one."""
+    @property
+    def level(self) -> float:
+        """How many there are now."""
         now_s = self._clock()
         self._level = min(self._burst, self._level + (now_s - self._seen_s) * self._per_s)
         self._seen_s = now_s
-        if self._level < 1:
+        return self._level
+
+    def take(self) -> bool:
+        """Takes one, if there is one."""
+        if self.level < 1:
             return False
         self._level -= 1
         return True
+
+
+class TenantAllowance:
+    """An allowance half of which is kept for tenants that take little: each has a quarter of it. Owned by the event loop.
+
+    So a tenant alone may have nearly all of it, and one whose hints come in a flood leaves some to each of the others.
+
+    Args:
+        per_s: Hints a second in the long run.
+        burst: Hints at once.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, *, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._all = Allowance(per_s=per_s, burst=burst, clock=clock)
+        self._half = burst / 2
+        self._make_own = partial(Allowance, per_s=per_s / 4, burst=max(1, burst // 4), clock=clock)
+        self._own: OrderedDict[str, Allowance] = OrderedDict()
+
+    def take(self, tenant: str) -> bool:
+        """Takes one for a tenant, if it may have one."""
+        if self._all.level - 1 < self._half:
+            own = self._own.pop(tenant, None) or self._make_own()
+            self._own[tenant] = own
+            if len(self._own) > _MAX_TENANTS:
+                self._own.popitem(last=False)
+            if not own.take():
+                return False
+        return self._all.take()
 
 
 def read_hint(payload: Any) -> Hint | None:
@@ -80,7 +119,7 @@ def read_hint(payload: Any) -> Hint | None:
         return None
     if message.version and not _VERSION.fullmatch(message.version):
         return None
-    return Hint(message.version)
+    return Hint(message.version, message.tenant)
 
 
 class HintSubscriber:
@@ -100,7 +139,7 @@ class HintSubscriber:
         *,
         on_hint: Callable[[Hint], None],
         on_connect: Callable[[], None],
-        allowance: Allowance,
+        allowance: TenantAllowance,
         heartbeat_s: float = 5.0,
     ) -> None:
         self._url = url
@@ -162,7 +201,7 @@ class HintSubscriber:
     def _handle(self, payload: Any) -> bool:
         """Acts on a hint; returns False when it is ignored."""
         hint = read_hint(payload)
-        if hint is None or not self._allowance.take():
+        if hint is None or not self._allowance.take(hint.tenant):
             self.num_ignored += 1
             return False
         self._on_hint(hint)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from enum import IntEnum
 
 _STALLED_PER_PLACE = 4
+_MAX_TURNS = 4096
 
 
 class Urgency(IntEnum):
@@ -26,7 +27,7 @@ class Ticket:
 
     Attributes:
         version: What is loaded.
-        tenant: Who asked first; empty for nobody in particular.
+        tenant: Who asked first, or for whom it is ahead; empty for nobody in particular.
         urgency: Of the most urgent that asks.
         number: Its place by time.
         running: Whether it has begun.
@@ -45,8 +46,9 @@ class LoadLine:
     """Loads that wait for a place, and those that have one. Owned by the prefetcher.
 
     Loads that are waited for have `num_places`, loads ahead a quarter as many of their own. Of those that are waited for the one
-    goes first whose tenant has fewest under way, then who came first; of loads ahead the more urgent, then who came first. A load
-    that stalls gives its place up, up to four loads a place; so what hangs keeps nobody else waiting.
+    goes first whose tenant has fewest under way, then who came first. Loads ahead go by turns of their tenants; of one tenant, or
+    of those whose turn it is for the first time, the more urgent, then who came first. A load that stalls gives its place up, up
+    to four loads a place; so what hangs keeps nobody else waiting.
 
     Args:
         num_places: Loads that are waited for and make progress, at the same time.
@@ -58,6 +60,7 @@ class LoadLine:
         self._waiting: dict[Ticket, None] = {}
         self._running: dict[Ticket, None] = {}
         self._number = 0
+        self._turns: OrderedDict[str, int] = OrderedDict()
 
     def join(self, ticket: Ticket) -> None:
         """Puts a load in line: a new one, or one that waits for its next attempt."""
@@ -90,6 +93,8 @@ class LoadLine:
             del self._waiting[ticket]
             self._running[ticket] = None
             ticket.running = True
+            if ticket.urgency is not Urgency.WAITED:
+                self._note_turn(ticket.tenant)
             taken.append(ticket)
         return taken
 
@@ -104,5 +109,13 @@ class LoadLine:
         if num_ahead < self._num_ahead:
             ahead = [ticket for ticket in self._waiting if ticket.urgency is not Urgency.WAITED]
             if ahead:
-                return min(ahead, key=lambda ticket: (ticket.urgency, ticket.number))
+                return min(ahead, key=lambda ticket: (self._turns.get(ticket.tenant, 0), ticket.urgency, ticket.number))
         return None
+
+    def _note_turn(self, tenant: str) -> None:
+        """Puts a tenant behind all others; of very many, those whose turn was longest ago are like new."""
+        last = self._turns[next(reversed(self._turns))] if self._turns else 0
+        self._turns[tenant] = last + 1
+        self._turns.move_to_end(tenant)
+        if len(self._turns) > _MAX_TURNS:
+            self._turns.popitem(last=False)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,10 +172,27 @@ class Loads:
         """Versions that are loaded."""
         return tuple(self._loads)
 
-    @property
-    def is_full_ahead(self) -> bool:
-        """Whether there are as many loads ahead as there may be."""
-        return sum(not load.urgent.is_set() for load in self._loads.values()) >= self._limits.max_ahead
+    def has_room_ahead(self, tenant: str) -> bool:
+        """Whether a tenant may have one load ahead more.
+
+        Where there are as many as there may be, the last one that has not begun goes of the tenant that has most, if that has no
+        fewer then.
+        """
+        ahead = [load for load in self._loads.values() if not load.urgent.is_set()]
+        if len(ahead) < self._limits.max_ahead:
+            return True
+        counts = Counter(load.ticket.tenant for load in ahead)
+        most = max(counts, key=counts.__getitem__)
+        in_line = [load for load in reversed(ahead) if load.ticket.tenant == most and not load.ticket.running]
+        if counts[most] < counts[tenant] + 2 or not in_line:
+            return False
+        last = max(in_line, key=lambda load: load.ticket.urgency)
+        if last.source:
+            self._metrics.prefetched(last.source, "dropped")
+        else:
+            self._metrics.load_cancelled()
+        self._cancel(last)
+        return True
 
     def circuits(self) -> list[Circuit]:
         """Returns the versions whose last load failed."""
@@ -223,7 +241,7 @@ class Loads:
         load = self._loads.get(version)
         if load is None or load.wanted or not load.urgent.is_set():
             return
-        if (is_expected or load.popular) and not self.is_full_ahead:
+        if (is_expected or load.popular) and self.has_room_ahead(load.ticket.tenant):
             load.urgent.clear()
             load.ticket.urgency = Urgency.EXPECTED
             self._room.settle()

@@ -23,7 +23,7 @@ from dataplane.engine.messages import State
 from dataplane.enrollment import Enrollment
 from dataplane.frontend.prompts import Prompts
 from dataplane.generation import Generator, StreamLimits
-from dataplane.hints import Allowance, Hint, HintSubscriber
+from dataplane.hints import Allowance, Hint, HintSubscriber, TenantAllowance
 from dataplane.loads import LoadLimits
 from dataplane.lora.eviction import Recency
 from dataplane.lora.host_cache import HostCache
@@ -302,7 +302,7 @@ class Node:
                 settings.redis_url.get_secret_value(),
                 on_hint=self._on_hint,
                 on_connect=self.feed.poke,
-                allowance=Allowance(per_s=settings.hints_per_s, burst=64),
+                allowance=TenantAllowance(per_s=settings.hints_per_s, burst=64),
             )
             self._spawn(self._hints.run(), "hints")
             self._reporter = ResidencyReporter(
@@ -378,7 +378,7 @@ class Node:
             elif change.version:
                 self.prefetcher.recheck(change.version)
                 if change.kind == ALIAS_MOVED and self.resolver.was_asked_lately(change.tenant, change.adapter):
-                    self.prefetcher.expect(change.version)
+                    self.prefetcher.expect(change.version, change.tenant)
 
     def _on_reset(self) -> None:
         self.resolver.invalidate()
@@ -387,7 +387,7 @@ class Node:
     def _on_hint(self, hint: Hint) -> None:
         self.feed.poke()
         if hint.version:
-            self.prefetcher.hint(hint.version)
+            self.prefetcher.hint(hint.version, hint.tenant)
 
     @property
     def _is_serving(self) -> bool:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -23,6 +22,7 @@ from dataplane.load_room import NoRoomError
 from dataplane.loads import Fetcher, Load, LoadLimits, Loads
 from dataplane.lora.host_cache import HostCache, HostCacheFullError, Payer, TenantHostFullError, TenantHostLimitError
 from dataplane.metrics import Metrics
+from dataplane.recent import Recent
 from dataplane.transfer import WithdrawnVersionError
 from dataplane.unloads import Unloads
 from veneer.errors import FailedPreconditionError, NotFoundError, VeneerError
@@ -30,9 +30,6 @@ from veneer.errors import FailedPreconditionError, NotFoundError, VeneerError
 _log = logging.getLogger(__name__)
 _RECHECK_AGAIN_S = 1.0
 _AHEAD_LEVEL = 0.9  # loads ahead fill free room only: above this part of the host budget they are dropped
-_LATELY_S = 600.0  # so long a version counts as asked for lately
-_JUST_NOW_S = 30.0  # so long after a request advice does not take its version away: the next one is likely
-_MAX_REMEMBERED = 1 << 16
 
 
 class ImageSink(Protocol):
@@ -81,11 +78,10 @@ class Prefetcher:
         self._metrics = metrics
         self._unloads = unloads
         self._limits = limits
-        self._clock = clock
         self._loads = Loads(store, is_there=cache.__contains__, events=self, metrics=metrics, limits=limits, clock=clock)
         self._claims: dict[str, set[Claim]] = {}
         self._running: Counter[str] = Counter()
-        self._asked: OrderedDict[str, float] = OrderedDict()
+        self._recent = Recent(clock)
         self._brought_ahead: dict[str, str] = {}
         self._staged: set[str] = set()
         self._on_device: set[str] = set()
@@ -127,7 +123,7 @@ class Prefetcher:
         self._claims.setdefault(version, set()).add(claim)
         if level == "device":
             claim.placed.set_result(None)
-        was_asked = self._note_asked(version)
+        was_asked = self._recent.note(version)
         if level == "device" or self._stage_if_there(version):
             claim.loaded.set_result(None)
             if source := self._brought_ahead.pop(version, ""):
@@ -149,13 +145,13 @@ class Prefetcher:
         else:
             self._loads.ask(version, Urgency.WAITED).wanted = True
 
-    def expect(self, version: str) -> None:
-        """Recent traffic says that a request will ask for the version."""
-        self._ask_ahead(version, Urgency.EXPECTED)
+    def expect(self, version: str, tenant: str = "") -> None:
+        """Recent traffic of a tenant says that a request will ask for the version."""
+        self._ask_ahead(version, Urgency.EXPECTED, tenant)
 
-    def hint(self, version: str) -> None:
-        """Advice that the version will be needed."""
-        self._ask_ahead(version, Urgency.HINTED)
+    def hint(self, version: str, tenant: str = "") -> None:
+        """Advice that the version will be needed; of which tenant, if that is known."""
+        self._ask_ahead(version, Urgency.HINTED, tenant)
 
     def recheck(self, version: str) -> None:
         """The catalogue changed something about the version: ask whether what is held of it may still be served."""
@@ -172,8 +168,8 @@ class Prefetcher:
 
     def is_in_use(self, version: str) -> bool:
         """Whether requests wait for a version, run with it or asked for it just now, or it is pinned or on its way."""
-        is_fresh = self._clock() - self._asked.get(version, -math.inf) < _JUST_NOW_S
-        return is_fresh or version in self._claims or version in self._running or self._loads.get(version) is not None
+        is_used = version in self._claims or version in self._running or self._recent.was_asked_just_now(version)
+        return is_used or self._loads.get(version) is not None
 
     async def break_off(self, version: str) -> bool:
         """Ends the load of a version unless somebody waits for it; returns, when that is over, whether nothing brings it."""
@@ -224,13 +220,13 @@ class Prefetcher:
 
         So their next requests wait for a copy, not for an image to be read and checked.
         """
-        room_bytes, since_s = self._limits.restage_bytes, self._clock() - _LATELY_S
-        for version, asked_s in reversed(self._asked.items()):
+        room_bytes = self._limits.restage_bytes
+        for version in self._recent.lately():
             size_bytes = self._cache.size_of(version)
             if size_bytes is None:
                 continue
             room_bytes -= size_bytes
-            if room_bytes < 0 or asked_s < since_s:
+            if room_bytes < 0:
                 return
             self._stage_if_there(version)
 
@@ -334,7 +330,7 @@ class Prefetcher:
         self._engine.unstage(version, drop_device=True)
         self._count_waste(version)
 
-    def _ask_ahead(self, version: str, urgency: Urgency) -> None:
+    def _ask_ahead(self, version: str, urgency: Urgency, tenant: str) -> None:
         source = urgency.name.lower()
         if self._loads.get(version) is not None:
             self._loads.ask(version, urgency)
@@ -344,11 +340,11 @@ class Prefetcher:
             self._metrics.prefetched(source, "broken")
         elif self.is_full:
             self._metrics.prefetched(source, "no_room")
-        elif self._loads.is_full_ahead:
+        elif not self._loads.has_room_ahead(tenant):
             self._metrics.prefetched(source, "dropped")
         else:
             self._metrics.prefetched(source, "started")
-            self._loads.ask(version, urgency)
+            self._loads.ask(version, urgency, tenant=tenant)
 
     def _settle(self, version: str, claim: Claim) -> None:
         """A request has what it waited for, and goes on using the version."""
@@ -379,15 +375,6 @@ class Prefetcher:
             claim.fail(_as_told_to(claim.tenant, error))
         told = _as_told_to("", error)  # for those that were preempted and hold no claim any more, whoever they are
         self._engine.fail(version, told.status, told.message)
-
-    def _note_asked(self, version: str) -> bool:
-        """Notes that a request asks for a version; returns whether another did lately."""
-        now_s = self._clock()
-        before_s = self._asked.pop(version, None)
-        self._asked[version] = now_s
-        if len(self._asked) > _MAX_REMEMBERED:
-            self._asked.popitem(last=False)
-        return before_s is not None and now_s - before_s < _LATELY_S
 
     def _count_waste(self, version: str) -> None:
         if source := self._brought_ahead.pop(version, ""):

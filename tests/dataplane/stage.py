@@ -61,7 +61,7 @@ class Loader:
             claim.fail(error)
         return claim
 
-    def expect(self, version: str) -> None:
+    def expect(self, version: str, tenant: str = "") -> None:
         self.expected.append(version)
 
     def _let_go(self, claim: Claim, is_expected: bool) -> None:

@@ -12,7 +12,7 @@ import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataplane.hints import Allowance, Hint, HintSubscriber, read_hint
+from dataplane.hints import Allowance, Hint, HintSubscriber, TenantAllowance, read_hint
 from tests.dataplane.doubles import VERSION, until
 from veneer.controlplane.v1 import hints_pb2
 from veneer.local.valkey import Valkey
@@ -32,7 +32,7 @@ class Listener:
             url,
             on_hint=self.on_hint,
             on_connect=self.on_connect,
-            allowance=Allowance(per_s=0.001, burst=burst),
+            allowance=TenantAllowance(per_s=0.001, burst=burst),
             heartbeat_s=0.2,
         )
         self.task = asyncio.create_task(self.subscriber.run())
@@ -78,7 +78,7 @@ async def test_a_hint_is_heard(valkey: Valkey) -> None:
     assert listener.subscriber.connected
     await publish(valkey, GOOD)
     await listener.until(hints=1)
-    assert listener.hints == [Hint(VERSION)]
+    assert listener.hints == [Hint(VERSION, "acme")]
     await listener.stop()
 
 
@@ -88,13 +88,13 @@ async def test_garbage_on_the_channel_is_ignored(valkey: Valkey) -> None:
     forged = hints_pb2.Hint(version="../../etc/passwd").SerializeToString()
     await publish(valkey, b"", b"\xff" * 40, forged, b"x" * 100_000, GOOD)
     await listener.until(hints=2)
-    assert listener.hints == [Hint(""), Hint(VERSION)]  # an empty message is a hint that names nothing
+    assert listener.hints == [Hint(""), Hint(VERSION, "acme")]  # an empty message is a hint that names nothing
     assert listener.subscriber.num_ignored == 3
     await listener.stop()
 
 
 async def test_a_flood_is_cut_to_the_allowance(valkey: Valkey) -> None:
-    listener = Listener(valkey.url(), burst=3)
+    listener = Listener(valkey.url(), burst=4)
     await listener.until(connects=1)
     await publish(valkey, *[GOOD] * 50)
     await until(lambda: listener.subscriber.num_ignored >= 47)
@@ -153,6 +153,19 @@ def test_the_allowance_fills_with_time_up_to_its_burst() -> None:
     assert [allowance.take() for _ in range(2)] == [True, False]
     now_s = 1000
     assert [allowance.take() for _ in range(4)] == [True, True, True, False]
+
+
+def test_a_flood_of_one_tenant_leaves_others_their_hints_and_a_tenant_alone_has_nearly_all() -> None:
+    now_s = 0.0
+    allowance = TenantAllowance(per_s=8, burst=64, clock=lambda: now_s)
+    assert sum(allowance.take("flood") for _ in range(1000)) == 32 + 16
+    assert [sum(allowance.take(tenant) for _ in range(1000)) for tenant in ("small", "late")] == [16, 0]
+    taken = 0
+    for _ in range(100):
+        now_s += 1
+        taken += sum(allowance.take("flood") for _ in range(1000))
+        assert allowance.take("small")
+    assert taken > 600
 
 
 async def test_a_flood_of_ignored_hints_takes_a_bounded_part_of_the_loops_time(valkey: Valkey) -> None:

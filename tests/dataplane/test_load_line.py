@@ -45,6 +45,33 @@ def test_of_loads_ahead_those_that_traffic_expects_go_first() -> None:
     assert order == ["c", "d", "b"]
 
 
+def test_loads_ahead_go_by_turns_of_their_tenants_whoever_came_first_and_however_sure_they_are() -> None:
+    line = LoadLine(1)
+    for number in range(4):
+        join(line, f"flood-{number}", EXPECTED, tenant="flood")
+    order = begun(line)
+    running = line._running
+    for version, urgency, tenant in (("one", HINTED, "small"), ("sure", EXPECTED, "other"), ("two", HINTED, "small")):
+        join(line, version, urgency, tenant=tenant)
+    for _ in range(6):
+        line.leave(next(iter(running)))
+        order += begun(line)
+    assert order == ["flood-0", "sure", "one", "flood-1", "two", "flood-2", "flood-3"]
+
+
+def test_who_comes_again_and_again_alone_has_no_turn_before_those_who_wait() -> None:
+    line = LoadLine(1)
+    join(line, "again-0", HINTED, tenant="again")
+    order = begun(line)
+    for number in range(3):
+        join(line, f"waits-{number}", HINTED, tenant="waits")
+    for number in range(1, 4):
+        join(line, f"again-{number}", HINTED, tenant="again")
+        line.leave(next(iter(line._running)))
+        order += begun(line)
+    assert order == ["again-0", "waits-0", "again-1", "waits-1"]
+
+
 def test_a_tenant_that_asks_for_much_leaves_the_next_place_to_another() -> None:
     line = LoadLine(2)
     flood = [join(line, f"flood-{number}", tenant="flood") for number in range(9)]

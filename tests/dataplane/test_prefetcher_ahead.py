@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dataplane import scripted_store
 from tests.dataplane.doubles import OTHER, VERSION, until
 from tests.dataplane.prefetching import THIRD, Rig, lay, rigged
 from veneer.errors import FailedPreconditionError
@@ -185,3 +186,49 @@ async def test_what_a_request_asks_for_while_it_comes_ahead_has_the_room_of_othe
     rig.store.open.set()
     await claim.loaded
     assert OTHER not in rig.cache
+
+
+async def test_the_many_hints_of_one_tenant_leave_a_place_to_each_other(rig: Rig) -> None:
+    rig.store.open.clear()
+    flood = [f"{number:064x}" for number in range(5)]
+    for version in flood[:2]:
+        rig.prefetcher.hint(version, "flood")
+    await until(lambda: len(rig.store.started) == 2)
+    rig.prefetcher.hint(VERSION, "small")
+    assert (rig.ahead("started"), rig.ahead("dropped")) == (2, 1), "both of the flood have begun: what has is not broken off"
+    rig.store.open.set()
+    await until(lambda: rig.prefetcher.num_loads == 0)
+
+
+async def test_what_waits_in_line_of_the_tenant_with_most_goes_for_one_with_fewer(tmp_path: Path) -> None:
+    async with scripted_store.rigged(tmp_path, max_fetches=1, max_ahead=3) as rig:
+        numbers = [scripted_store.version(number) for number in range(4)]
+        rig.store.behave = dict.fromkeys(numbers, scripted_store.hang)
+        for version in numbers[:3]:
+            rig.prefetcher.expect(version, "flood")
+        await until(lambda: rig.store.running[numbers[0]])
+        rig.prefetcher.hint(VERSION, "small")
+        rig.prefetcher.hint(numbers[3], "flood")
+        rig.prefetcher.hint(OTHER, "other")
+        rig.prefetcher.hint("e" * 64, "another")
+        assert set(rig.prefetcher._loads.versions) == {numbers[0], VERSION, OTHER}
+        claim = rig.prefetcher.ensure(numbers[0], "flood")
+        await until(lambda: VERSION in rig.cache and OTHER in rig.cache)
+        claim.release()
+
+
+async def test_the_flood_of_one_tenants_hints_comes_after_the_others_however_early_it_came(tmp_path: Path) -> None:
+    async with scripted_store.rigged(tmp_path, max_fetches=1, max_ahead=64) as rig:
+        order: list[str] = []
+        for number in range(60):
+            name = scripted_store.version(number)
+
+            async def note(pace: object, name: str = name) -> None:
+                order.append(name)
+
+            rig.store.behave[name] = note
+            rig.prefetcher.hint(name, "flood" if number < 50 else f"tenant-{number % 5}")
+        await until(lambda: rig.prefetcher.num_loads == 0)
+        last = max(order.index(scripted_store.version(number)) for number in range(50, 60))
+        assert last <= 12, "ten of five others, and a turn of the flood for every round"
+        assert len(order) == 60
