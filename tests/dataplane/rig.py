@@ -157,10 +157,10 @@ class Rig:
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.operators)
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(self.callers)
 
-    def call(self, *, key: str = TENANT, max_tokens: int = 8, **fields: Any) -> Any:
+    def call(self, *, key: str = TENANT, max_tokens: int = 8, n: int = 1, **fields: Any) -> Any:
         request = generation_pb2.GenerateRequest(
             text="the quick brown fox",
-            sampling=generation_pb2.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+            sampling=generation_pb2.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, n=n),
             **fields,
         )
         return self._generation.Generate(request, metadata=bearer(key))

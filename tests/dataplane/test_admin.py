@@ -230,6 +230,37 @@ async def test_an_unload_waits_for_streams_up_to_its_time_and_they_end_well(rig:
     assert (await rig.residency()).engine.arena_bytes_used == 0
 
 
+@pytest.mark.parametrize("caller", ["stays", "leaves"])
+async def test_an_unload_while_several_choices_of_a_request_run_ends_with_the_last_and_loses_nothing(
+    rig: Rig, caller: str
+) -> None:
+    version = rig.plane.source.version
+    alone = (await rig.read(**BOT, max_tokens=200))[1]
+    before = (await rig.residency()).engine
+    call = rig.call(**BOT, max_tokens=200, n=3)
+    ids: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    while not all(ids.values()):
+        chunk = (await call.read()).chunk
+        ids[chunk.choice] += chunk.ids
+    begun = await unload(rig, version, wait_s=0)
+    assert (begun.complete, begun.leases) == (False, 3), "each choice is counted, and once"
+    waits = asyncio.create_task(unload(rig, version))
+    if caller == "leaves":
+        call.cancel()
+    else:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            ids[message.chunk.choice] += message.chunk.ids
+        assert ids == {0: alone, 1: alone, 2: alone}
+    done = await waits
+    assert done.complete
+    assert done.freed.device_bytes == before.arena_bytes_used > 0
+    assert done.freed.host_bytes == before.host_bytes_used > 0
+    assert done.freed.disk_bytes == before.disk_bytes_used > 0
+    residency = await rig.residency()
+    assert (residency.engine.leases, residency.engine.arena_bytes_used, list(residency.versions)) == (0, 0, [])
+    assert (await rig.read(**BOT))[0].version == version, "and it may come again"
+
+
 async def test_a_retired_version_goes_by_itself_and_its_bytes_can_be_asked_for_later(rig: Rig) -> None:
     version = rig.plane.source.version
     await rig.read(**BOT, max_tokens=40)
