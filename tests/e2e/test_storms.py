@@ -26,6 +26,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures
 _CROWD = 200
 _LEAVERS = 500
 _LOADS = 'veneer_adapter_load_seconds_count{origin="store",target="host"}'
+_HOPS = (
+    _LOADS,
+    'veneer_adapter_load_seconds_count{origin="host",target="device"}',
+    *(f'veneer_adapter_fetch_seconds_count{{part="{part}"}}' for part in ("grant", "read", "build")),
+    'veneer_adapter_first_token_seconds_count{level="store"}',
+)
 
 
 async def test_a_crowd_for_one_version_that_is_not_there_fetches_it_once(
@@ -51,15 +57,25 @@ async def test_equal_files_of_two_tenants_are_loaded_and_freed_each_by_itself(
     files = write_marker(tmp_path / "twin", model_base, "J")
     versions = [(await client.publish(files, adapter="twin", base=model_base.digest)).version.digest for client in (acme, rival)]
     assert len(set(versions)) == 2
-    before = await _figure(stack, _LOADS)
-    for number, (client, version) in enumerate(zip((acme, rival), versions, strict=True), start=1):
+
+    async def cold(client: Client, version: str) -> dict[str, float]:
+        """What a first request brings about, and after it an unload."""
+        before = await _hops(stack)
         answer = await generate(client, "twin", max_tokens=40)
         assert answer.text == "J" * 40
         assert answer.served is not None
         assert answer.served.version == version
-        assert await _figure(stack, _LOADS) == before + number, "what another tenant holds saves nobody a load"
-    freed = [(await operator.unload(version)).freed for version in reversed(versions)]
-    assert freed[0] == freed[1]
+        return {name: figure - before[name] for name, figure in (await _hops(stack)).items()}
+
+    loads, freed = [], []
+    for is_held in (False, True):  # whether the other tenant's is held too
+        if is_held:
+            await cold(acme, versions[0])
+        loads.append(await cold(rival, versions[1]))
+        freed.append((await operator.unload(versions[1])).freed)
+    assert loads[0] == loads[1], "what another tenant holds saves nobody a hop, and so no time to the first token"
+    assert set(loads[0].values()) == {1, 2}, "each hop once, and both files"
+    assert freed[0] == freed[1] == (await operator.unload(versions[0])).freed
     assert min(freed[0].device_bytes, freed[0].host_bytes, freed[0].disk_bytes) > 0
 
 
@@ -108,7 +124,21 @@ async def test_an_engine_that_dies_while_versions_load_ends_their_requests_and_l
 
 
 async def _figure(stack: LocalStack, name: str) -> float:
-    page = await aside(lambda: urllib.request.urlopen(f"http://{stack.state.data_metrics}/metrics", timeout=10).read().decode())
+    return _read(await _page(stack.state.data_metrics), name)
+
+
+async def _hops(stack: LocalStack) -> dict[str, float]:
+    """What counts the hops of loads, up to the first token; and how often files were read in the control plane."""
+    data, control = await _page(stack.state.data_metrics), await _page(stack.state.control_metrics)
+    reads = re.findall(r'^veneer_grpc_calls_total\{.*method="\S*ReadBlob".*\} (\S+)$', control, re.MULTILINE)
+    return {name: _read(data, name) for name in _HOPS} | {"reads": sum(map(float, reads))}
+
+
+async def _page(address: str) -> str:
+    return await aside(lambda: urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode())
+
+
+def _read(page: str, name: str) -> float:
     found = re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
     return float(found[1]) if found else 0.0
 
