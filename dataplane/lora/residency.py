@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from dataplane.lora.copies import Copies
+from dataplane.lora.device_loads import DeviceLoads
 from dataplane.lora.entries import Entry
 from dataplane.lora.eviction import Policy, Usage
 from dataplane.lora.holdings import Budget, Counters, Evicted, Holding, Lease, LoadPlan, Loss
@@ -19,8 +20,8 @@ _HALF_LIFE_PER_SLOT = 64
 class Residency:
     """States of all versions: absent → host → loading → device → host → absent.
 
-    A version on the device keeps its slot and units while a lease is held; which of the others make room is said by `Copies`, and
-    which wanted version is loaded next by `Wants`.
+    A version on the device keeps its slot and units while a lease is held; which of the others make room is said by `Copies`,
+    which are wanted and whose turn it is by `Wants`, and what is loaded by `DeviceLoads`.
 
     Above shares stand limits: what the copies charged to a tenant take together never exceeds its own. Its idle copies make room
     for its loads then, and where they do not suffice it waits, and holds nobody up. A pinned copy makes room for nothing.
@@ -57,10 +58,10 @@ class Residency:
             quantum_tokens=quantum_tokens,
             policy=policy or Usage(half_life=_HALF_LIFE_PER_SLOT * max_slots),
         )
+        self._loads = DeviceLoads(self._copies, self._wants, self._shares)
         self._entries, self._charges, self._pins = self._copies.entries, self._copies.charges, self._copies.pins
         self._unit_bytes = unit_bytes
-        self._epoch = self._lease_id = 0
-        self._hits = self._misses = self._loads = self._failures = 0
+        self._lease_id = self._hits = self._misses = 0
         self._freed: list[Evicted] = []
 
     def stage(self, version: str, *, rank: int, blocks: Sequence[int], loss: Loss | None = None) -> None:
@@ -266,7 +267,7 @@ class Residency:
     def missing(self) -> tuple[str, ...]:
         """Returns the wanted versions that have no image in host memory and are not loading, first missed first."""
         with self._lock:
-            return tuple(version for version in self._wants if version not in self._entries or self._is_missing(version))
+            return self._loads.missing()
 
     def next_load(self) -> LoadPlan | None:
         """Picks a wanted version whose image is in host memory and for which there is or can be made room.
@@ -274,17 +275,7 @@ class Residency:
         Its state becomes `loading`; the caller ends that by `commit` or `fail`. Nothing is evicted unless the load fits then.
         """
         with self._lock:
-            no_room: set[tuple[str, tuple[int, ...]]] = set()  # hundreds may wait, and most are alike
-            for version in self._wants.in_turn(self._is_loadable):
-                entry, tenant, is_due = self._entries[version], self._wants[version].tenant, self._wants.is_due(version)
-                if (tenant, entry.blocks) in no_room:
-                    continue
-                plan = self._copies.take(entry, tenant, limit=self._limit_on(version), is_due=is_due)
-                if plan is not None:
-                    self._wants.pass_over(version, self._is_loadable)
-                    return plan
-                no_room.add((tenant, entry.blocks))
-            return None
+            return self._loads.next()
 
     def commit(self, plan: LoadPlan) -> int | None:
         """Notes that a load is done and visible.
@@ -293,15 +284,7 @@ class Residency:
             The load's epoch; None when the version was dropped meanwhile, so that it was freed at once.
         """
         with self._lock:
-            entry = self._loading(plan)
-            self._epoch += 1
-            self._loads += 1
-            entry.place, entry.epoch, entry.served = "device", self._epoch, 0
-            self._charges.touch(entry)
-            entry.awaited = self._wants.drop(plan.version)
-            self._copies.offer(entry)
-            self._copies.touch(entry)
-            return None if self._copies.settle(entry) else entry.epoch
+            return self._loads.commit(plan)
 
     def fail(self, plan: LoadPlan, *, retry: bool) -> None:
         """Notes that a load did not work; its slot and units are free again.
@@ -312,15 +295,7 @@ class Residency:
                 version is wanted no more.
         """
         with self._lock:
-            entry = self._loading(plan)
-            self._failures += 1
-            self._copies.free(entry)
-            if plan.version in self._wants and retry:
-                self._wants.put_last(plan.version)
-            else:
-                self._wants.drop(plan.version)
-            entry.in_host = entry.in_host and retry
-            self._copies.settle(entry)
+            self._loads.fail(plan, retry=retry)
 
     def slot_of(self, version: str) -> int:
         """Returns the slot of a version's device copy; -1 without one."""
@@ -338,7 +313,8 @@ class Residency:
     def counters(self) -> Counters:
         """What happened since the start."""
         with self._lock:
-            return Counters(self._hits, self._misses, self._loads, self._failures, self._copies.num_evicted)
+            loads = self._loads
+            return Counters(self._hits, self._misses, loads.num_done, loads.num_failed, self._copies.num_evicted)
 
     @property
     def units_used(self) -> int:
@@ -361,7 +337,7 @@ class Residency:
         self._misses += is_new
         self._shares.restrict(tenant, limit)
         if not is_new and entry is not None and (payer := self._wants[version].tenant) != tenant:
-            is_kept = not self._charges.admits(entry, payer, self._limit_on(version))
+            is_kept = not self._charges.admits(entry, payer, self._loads.limit_on(version))
             if is_kept and self._charges.admits(entry, tenant, limit):
                 self._wants.hand_over(version, tenant, weight=weight, max_units=limit)
         return None
@@ -386,23 +362,3 @@ class Residency:
 
     def _limit_of(self, max_bytes: int) -> int | None:
         return max_bytes // self._unit_bytes if max_bytes else None
-
-    def _limit_on(self, version: str) -> int | None:
-        """Returns the limit that a load of a wanted version meets: a pin meets none."""
-        return None if version in self._pins else self._shares.limit(self._wants[version].tenant)
-
-    def _is_loadable(self, version: str) -> bool:
-        """Whether a version could be loaded if there was room."""
-        entry = self._entries.get(version)
-        if entry is None or not entry.in_host or entry.place != "host" or entry.dropped:
-            return False
-        return self._charges.admits(entry, self._wants[version].tenant, self._limit_on(version))
-
-    def _is_missing(self, version: str) -> bool:
-        entry = self._entries[version]
-        return entry.dropped or (entry.place == "host" and not entry.in_host)
-
-    def _loading(self, plan: LoadPlan) -> Entry:
-        entry = self._entries[plan.version]
-        assert (entry.place, entry.slot) == ("loading", plan.slot), "a load ends once"
-        return entry
