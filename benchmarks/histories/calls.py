@@ -13,13 +13,17 @@ from benchmarks.histories.records import (
     Arms,
     Call,
     Delete,
+    DeleteAdapter,
     Deleted,
     Done,
+    Freeze,
+    Frozen,
     Grant,
     Listed,
     Lost,
     Moved,
     Outcome,
+    Promote,
     Publish,
     Published,
     Refused,
@@ -112,8 +116,11 @@ class Connection:
             Publish: self._publish,
             SetAlias: self._set_alias,
             Rollback: self._rollback,
+            Promote: self._promote,
+            Freeze: self._freeze,
             Retire: self._retire,
             Delete: self._delete,
+            DeleteAdapter: self._delete_adapter,
             Grant: self._grant,
             Revoke: self._revoke,
         }
@@ -187,6 +194,17 @@ class Connection:
         )
         return _moved((await self._catalog.Rollback(request, **self._owner)).alias)
 
+    async def _promote(self, adapter: str, what: Promote, request_id: str) -> Outcome:
+        request = catalog_pb2.PromoteRequest(
+            adapter=adapter, alias=what.alias, source=what.source, version=what.version,
+            expected_generation=what.expected, request_id=request_id,
+        )  # fmt: skip
+        return _moved((await self._catalog.Promote(request, **self._owner)).alias)
+
+    async def _freeze(self, adapter: str, what: Freeze, request_id: str) -> Outcome:
+        request = catalog_pb2.FreezeAliasRequest(adapter=adapter, alias=what.alias, frozen=what.frozen, request_id=request_id)
+        return Frozen(_moved((await self._catalog.FreezeAlias(request, **self._owner)).alias))
+
     async def _retire(self, adapter: str, what: Retire, request_id: str) -> Outcome:
         request = catalog_pb2.RetireVersionRequest(adapter=adapter, version=what.version, request_id=request_id)
         await self._catalog.RetireVersion(request, **self._owner)
@@ -196,6 +214,11 @@ class Connection:
         request = catalog_pb2.DeleteVersionRequest(adapter=adapter, version=what.version, force=what.force, request_id=request_id)
         found = await self._catalog.DeleteVersion(request, **self._owner)
         return Deleted(tuple(map(_moved, found.aliases)))
+
+    async def _delete_adapter(self, adapter: str, what: DeleteAdapter, request_id: str) -> Outcome:
+        request = catalog_pb2.DeleteAdapterRequest(adapter=adapter, force=what.force, request_id=request_id)
+        found = await self._catalog.DeleteAdapter(request, **self._owner)
+        return Deleted(tuple(map(_moved, found.aliases)), found.num_versions)
 
     async def _grant(self, adapter: str, what: Grant, request_id: str) -> Outcome:
         request = tenants_pb2.CreateGrantRequest(adapter=adapter, grantee=what.grantee, request_id=request_id)
@@ -220,7 +243,7 @@ def known_outcome(error: grpc.aio.AioRpcError) -> Outcome | None:
 
 
 def _moved(alias: catalog_pb2.Alias) -> Moved:
-    return Moved(alias.name, alias.generation, _arms(alias.arms))
+    return Moved(alias.name, alias.generation, _arms(alias.arms), alias.frozen)
 
 
 def _arms(arms: Iterable[catalog_pb2.Arm]) -> Arms:

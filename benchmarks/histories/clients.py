@@ -12,11 +12,16 @@ from benchmarks.histories.recorder import Recorder
 from benchmarks.histories.records import (
     Call,
     Delete,
+    DeleteAdapter,
     Done,
+    Freeze,
+    Frozen,
     Grant,
+    Listed,
     Lost,
     Moved,
     Outcome,
+    Promote,
     Publish,
     Published,
     ReadAliases,
@@ -68,6 +73,7 @@ class Board:
     def learn(self, outcome: Outcome | None) -> None:
         """Takes note of what a call showed."""
         moved = outcome.moved if isinstance(outcome, Published) else outcome
+        moved = moved.alias if isinstance(moved, Frozen) else moved
         if isinstance(outcome, Published) and outcome.digest not in self.digests:
             self.digests.append(outcome.digest)
         if isinstance(moved, Moved):
@@ -136,6 +142,7 @@ class Client:
         last: Outcome | None = None
         while not isinstance(last, Published):
             await asyncio.sleep(0.05)
+            await self._do(board, Freeze(ALIASES[0], frozen=False), request_id="")
             what = Publish(board.new_digest(self._world.content), ALIASES[0])
             last = await self._do(board, what, request_id=self._new_id())
 
@@ -178,12 +185,14 @@ class Client:
         connection = self._connections[plane]
         both = await self._recorder.attempt(self._number, plane, connection.read(board.adapter))
         aliases, count = both.answer or (both.refusal, both.refusal)
-        self._recorder.note(both, board.adapter, ReadAliases(), aliases)
+        if aliases != Listed(()):  # of an adapter without aliases, or deleted between the two reads
+            self._recorder.note(both, board.adapter, ReadAliases(), aliases)
         self._recorder.note(both, board.adapter, ReadCount(), count)
         for item in getattr(aliases, "items", ()):
             board.learn(item)
         versions = await self._recorder.attempt(self._number, plane, connection.versions(board.adapter))
-        self._recorder.note(versions, board.adapter, ReadVersions(), versions.answer or versions.refusal)
+        if versions.answer != Listed(()):  # as above
+            self._recorder.note(versions, board.adapter, ReadVersions(), versions.answer or versions.refusal)
 
     async def _write(self, board: Board) -> None:
         what = self._draw(board)
@@ -232,7 +241,7 @@ class Client:
         expected = board.generations.get(alias, 0) if chance.random() < 0.7 else None
         other = self._digest(board)
         split = ((digest, chance.randrange(1, 100)), (other, chance.randrange(1, 100))) if other != digest else ((digest, 1),)
-        kind = chance.choices(range(9), [7, 22, 10, 12, 4, 6, 10, 12, 2])[0]
+        kind = chance.choices(range(12), [7, 22, 10, 12, 4, 6, 13, 15, 2, 10, 8, 2])[0]
         if kind == 0:
             return Publish(board.new_digest(self._world.content), chance.choice(["", *ALIASES]))
         if kind == 8:
@@ -245,5 +254,14 @@ class Client:
             5: Delete(digest, force=chance.random() < 0.4),
             6: Grant(guest),
             7: Revoke(guest),
+            9: self._promotion(alias, digest, expected),
+            10: Freeze(alias, frozen=chance.random() < 0.25),
+            11: DeleteAdapter(force=chance.random() < 0.9),
         }
         return calls[kind]
+
+    def _promotion(self, alias: str, digest: str, expected: int | None) -> Promote:
+        if self._chance.random() < 0.5:
+            return Promote(alias, "", digest, expected)
+        (source,) = set(ALIASES) - {alias}
+        return Promote(alias, source, digest if self._chance.random() < 0.3 else "", expected)

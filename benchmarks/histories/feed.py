@@ -8,7 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.histories.model import AdapterState, State, step
-from benchmarks.histories.records import Change, Delete, Done, Feed, Grant, Moved, Operation, Publish, Retire, Revoke, Violation
+from benchmarks.histories.records import (
+    Change,
+    Delete,
+    DeleteAdapter,
+    Deleted,
+    Done,
+    Feed,
+    Grant,
+    Moved,
+    Operation,
+    Publish,
+    Retire,
+    Revoke,
+    Violation,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,8 @@ def effects_of(subject: str, operations: Sequence[Operation], order: Sequence[Op
                 versions[one.what.digest] += 1
             elif isinstance(one.what, Retire | Delete):
                 versions[one.what.version] += 1
+            elif isinstance(one.what, DeleteAdapter):
+                versions.update(version.digest for version in state.versions)
             for moved in _moved_between(state, after):
                 version = moved.arms[0][0] if len(moved.arms) == 1 else ""
                 moves.setdefault(moved.alias, []).append(Change("ALIAS", subject, version, moved.generation))
@@ -50,10 +66,14 @@ def effects_of(subject: str, operations: Sequence[Operation], order: Sequence[Op
 def _changes_of_grants(operations: Sequence[Operation]) -> tuple[int, int]:
     """How often grants changed, at least and at most: each withdrawal ended one that was given, and one more may have been given.
 
+    A deletion of the adapter ends all at once, and each may be given again.
     Whether a second grant in a row did anything depends on unknown outcomes in between, so no order says it.
     """
     least = most = num_open = 0
-    for grantee in {one.what.grantee for one in operations if isinstance(one.what, Grant)}:
+    grantees = {one.what.grantee for one in operations if isinstance(one.what, Grant)}
+    deleted = [one for one in operations if isinstance(one.what, DeleteAdapter) and isinstance(one.outcome, Deleted | None)]
+    most += (1 + len(grantees)) * len({one.request_id or one.id for one in deleted})
+    for grantee in grantees:
         withdrawn = [one for one in operations if isinstance(one.what, Revoke) and one.what.grantee == grantee]
         done = {one.request_id or one.id for one in withdrawn if isinstance(one.outcome, Done)}
         least += 2 * len(done)

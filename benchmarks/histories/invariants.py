@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks.histories.records import (
+    MOVES,
     Arms,
     Deleted,
     Done,
+    Frozen,
     Grant,
     Listed,
     Moved,
@@ -23,8 +25,6 @@ from benchmarks.histories.records import (
     Resolved,
     Revoke,
     RevokeKey,
-    Rollback,
-    SetAlias,
     UseKey,
     Violation,
 )
@@ -123,7 +123,7 @@ def _exclusive(subject: str, operations: Sequence[Operation]) -> Iterator[Violat
     """Of moves that expect one generation, one wins, and it makes the next."""
     winners: dict[tuple[str, int], Operation] = {}
     for one in operations:
-        if not isinstance(one.what, SetAlias | Rollback) or not one.what.expected or not isinstance(one.outcome, Moved):
+        if not isinstance(one.what, MOVES) or not one.what.expected or not isinstance(one.outcome, Moved):
             continue
         if one.outcome.generation != one.what.expected + 1:
             text = f"a move that expected {one.what.expected} made generation {one.outcome.generation}"
@@ -138,7 +138,7 @@ def _idempotent(subject: str, operations: Sequence[Operation]) -> Iterator[Viola
     """All that were answered under one request id were answered the same."""
     answers: dict[str, Operation] = {}
     for one in operations:
-        if one.request_id and isinstance(one.outcome, Moved | Published | Deleted):
+        if one.request_id and isinstance(one.outcome, Moved | Frozen | Published | Deleted):
             other = answers.setdefault(one.request_id, one)
             if other.what == one.what and other.outcome != one.outcome:
                 text = f"{one.request_id} was answered {other.outcome} and {one.outcome}"

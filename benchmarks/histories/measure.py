@@ -26,6 +26,10 @@ BUGS: Mapping[str, frozenset[str]] = {
     "lost-update": frozenset({"an alias's generation grows by one a move", "a generation of an alias means one thing"}),
     "feed-skips": frozenset({"the feed skips nothing"}),
     "revoked-resolves": frozenset({"what is revoked is refused"}),
+    "frozen-moves": frozenset({"linearizable"}),
+    "deletion-forgets-generations": frozenset(
+        {"an alias's generation grows by one a move", "a generation of an alias means one thing", "an alias never goes back"}
+    ),
 }
 """Faults that `tests.fixtures.planted_bugs` plants, and the promises of which one must be found broken."""
 _PLANTED_BY = "tests.fixtures.planted_bugs"

@@ -10,15 +10,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from benchmarks.histories.records import (
+    MOVES,
     Arms,
     Delete,
+    DeleteAdapter,
     Deleted,
     Done,
+    Freeze,
+    Frozen,
     Grant,
     Listed,
     Moved,
     Operation,
     Outcome,
+    Promote,
     Publish,
     Published,
     ReadAliases,
@@ -59,6 +64,8 @@ class AdapterState:
         versions: By number.
         generations: Present generation of each alias, by name.
         moves: What each alias served in each generation that is remembered, oldest first: all that share no deleted version.
+        frozen: Aliases that may not move.
+        is_deleted: There is no such adapter now, though there was.
         grants: Tenants that may use it.
         answers: Request ids that were answered, with what they asked for and the answer.
     """
@@ -67,6 +74,8 @@ class AdapterState:
     versions: tuple[Version, ...] = ()
     generations: tuple[tuple[str, int], ...] = ()
     moves: tuple[Moved, ...] = ()
+    frozen: frozenset[str] = frozenset()
+    is_deleted: bool = False
     grants: frozenset[str] = frozenset()
     answers: frozenset[tuple[str, object, Outcome]] = frozenset()
 
@@ -82,7 +91,7 @@ class AdapterState:
     def aliases(self) -> tuple[Moved, ...]:
         """What all aliases serve, by name."""
         present = (self.alias(name) for name, _ in self.generations)
-        return tuple(one for one in present if one is not None)
+        return tuple(replace(one, frozen=one.alias in self.frozen) for one in present if one is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +131,8 @@ def ceilings(operation: Operation) -> dict[str, int]:
         return {}
     if isinstance(outcome, Moved):
         return {outcome.alias: outcome.generation - 1}
+    if isinstance(outcome, Frozen):
+        return {outcome.alias.alias: outcome.alias.generation}
     if isinstance(outcome, Published):
         moved = {} if outcome.moved is None else {outcome.moved.alias: outcome.moved.generation - 1}
         return {"": outcome.number - 1, **moved}
@@ -131,7 +142,7 @@ def ceilings(operation: Operation) -> dict[str, int]:
         return {what.alias: outcome.generation}
     if isinstance(what, ReadCount) and isinstance(outcome, Listed):
         return {"": int(str(outcome.items[0]))}
-    if isinstance(what, SetAlias | Rollback) and isinstance(outcome, Refused) and outcome.generation:
+    if isinstance(what, MOVES) and isinstance(outcome, Refused) and outcome.generation:
         return {what.alias: outcome.generation}
     if isinstance(outcome, Listed):
         return {one.alias: one.generation for one in outcome.items if isinstance(one, Moved)}
@@ -151,7 +162,7 @@ def _step_adapter(state: AdapterState, operation: Operation) -> tuple[Outcome, A
         return _publish(state, what)
     if isinstance(what, Resolve):
         return _resolve(state, what), state
-    if state.num_versions == 0:
+    if state.num_versions == 0 or state.is_deleted:
         return NOT_FOUND, state
     if isinstance(what, ReadAliases):
         return Listed(state.aliases()), state
@@ -159,12 +170,16 @@ def _step_adapter(state: AdapterState, operation: Operation) -> tuple[Outcome, A
         return Listed((state.num_versions,)), state
     if isinstance(what, ReadVersions):
         return Listed(tuple((one.number, one.digest, one.state) for one in state.versions)), state
-    if isinstance(what, SetAlias | Rollback):
+    if isinstance(what, MOVES):
         return _move_alias(state, what)
+    if isinstance(what, Freeze):
+        return _freeze(state, what)
     if isinstance(what, Retire):
         return _retire(state, what)
     if isinstance(what, Delete):
         return _delete(state, what)
+    if isinstance(what, DeleteAdapter):
+        return _delete_adapter(state, what)
     if isinstance(what, Grant):
         return Done(), replace(state, grants=state.grants | {what.grantee})
     assert isinstance(what, Revoke)
@@ -178,8 +193,11 @@ def _publish(state: AdapterState, what: Publish) -> tuple[Outcome, AdapterState]
         return Refused("ALREADY_EXISTS"), state
     number = state.num_versions + 1
     is_only = not state.versions
-    after = replace(state, num_versions=number, versions=(*state.versions, Version(what.digest, number)))
+    versions = (*state.versions, Version(what.digest, number))
     name = what.alias or (STABLE if is_only else "")
+    if name in state.frozen:
+        return PRECONDITION, state
+    after = replace(state, num_versions=number, versions=versions, is_deleted=False)
     if not name:
         return Published(what.digest, number, None), after
     moved, after = _moved(after, name, ((what.digest, 1),))
@@ -194,12 +212,12 @@ def _moved(state: AdapterState, name: str, arms: Arms) -> tuple[Moved, AdapterSt
     return moved, replace(state, generations=tuple(sorted(generations.items())), moves=moves)
 
 
-def _move_alias(state: AdapterState, what: SetAlias | Rollback) -> tuple[Outcome, AdapterState]:
+def _move_alias(state: AdapterState, what: SetAlias | Rollback | Promote) -> tuple[Outcome, AdapterState]:
     present = state.alias(what.alias)
     generation = 0 if present is None else present.generation
     if what.expected is not None and what.expected != generation:
         return Refused("ABORTED", generation), state
-    arms = what.arms if isinstance(what, SetAlias) else _target(state, what, present)
+    arms = _arms_of(state, what, present)
     if isinstance(arms, Refused):
         return arms, state
     found = [state.find(digest) for digest, _ in arms]
@@ -207,7 +225,34 @@ def _move_alias(state: AdapterState, what: SetAlias | Rollback) -> tuple[Outcome
         return NOT_FOUND, state
     if any(one is not None and one.state != READY for one in found):
         return PRECONDITION, state
+    if what.alias in state.frozen:
+        return PRECONDITION, state
     return _moved(state, what.alias, arms)
+
+
+def _arms_of(state: AdapterState, what: SetAlias | Rollback | Promote, present: Moved | None) -> Arms | Refused:
+    if isinstance(what, SetAlias):
+        return what.arms
+    return _target(state, what, present) if isinstance(what, Rollback) else _promoted(state, what, present)
+
+
+def _promoted(state: AdapterState, what: Promote, present: Moved | None) -> Arms | Refused:
+    origin = state.alias(what.source) if what.source else present
+    if origin is None:
+        return NOT_FOUND
+    served = [digest for digest, _ in origin.arms]
+    target = what.version or served[0]
+    if target not in served or (what.source and len(served) > 1):
+        return PRECONDITION
+    return ((target, 1),)
+
+
+def _freeze(state: AdapterState, what: Freeze) -> tuple[Outcome, AdapterState]:
+    present = state.alias(what.alias)
+    if present is None:
+        return NOT_FOUND, state
+    frozen = state.frozen | {what.alias} if what.frozen else state.frozen - {what.alias}
+    return Frozen(replace(present, frozen=what.frozen)), replace(state, frozen=frozen)
 
 
 def _target(state: AdapterState, what: Rollback, present: Moved | None) -> Arms | Refused:
@@ -250,7 +295,7 @@ def _delete(state: AdapterState, what: Delete) -> tuple[Outcome, AdapterState]:
     if state.find(what.version) is None:
         return NOT_FOUND, state
     serving = _serving(state, what.version)
-    if serving and not what.force:
+    if serving and (not what.force or any(one.frozen for one in serving)):
         return PRECONDITION, state
     moved: list[Moved] = []
     for alias in serving:
@@ -259,6 +304,19 @@ def _delete(state: AdapterState, what: Delete) -> tuple[Outcome, AdapterState]:
     versions = tuple(one for one in state.versions if one.digest != what.version)
     moves = tuple(one for one in state.moves if all(digest != what.version for digest, _ in one.arms))
     return Deleted(tuple(moved)), replace(state, versions=versions, moves=moves)
+
+
+def _delete_adapter(state: AdapterState, what: DeleteAdapter) -> tuple[Outcome, AdapterState]:
+    """Numbers and generations stay, so that what has the name later goes on from them."""
+    present = state.aliases()
+    if present and (not what.force or any(one.frozen for one in present)):
+        return PRECONDITION, state
+    moved: list[Moved] = []
+    num_versions = len(state.versions)
+    for alias in present:
+        one, state = _moved(state, alias.alias, ())
+        moved.append(one)
+    return Deleted(tuple(moved), num_versions), replace(state, versions=(), moves=(), grants=frozenset(), is_deleted=True)
 
 
 def _serving(state: AdapterState, digest: str) -> list[Moved]:

@@ -42,6 +42,24 @@ class Rollback:
 
 
 @dataclass(frozen=True, slots=True)
+class Promote:
+    """Gives all of an alias's traffic to the version that another alias (`source`) serves, or to one of its own arms."""
+
+    alias: str
+    source: str = ""
+    version: str = ""
+    expected: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Forbids every move of an alias, or allows them again."""
+
+    alias: str
+    frozen: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Retire:
     """Ends a version."""
 
@@ -53,6 +71,13 @@ class Delete:
     """Deletes a version; with force also from the aliases that serve it."""
 
     version: str
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteAdapter:
+    """Deletes the adapter with versions, aliases and grants; with force also while it has aliases."""
+
     force: bool = False
 
 
@@ -108,8 +133,11 @@ Call = (
     Publish
     | SetAlias
     | Rollback
+    | Promote
+    | Freeze
     | Retire
     | Delete
+    | DeleteAdapter
     | Grant
     | Revoke
     | Resolve
@@ -121,17 +149,27 @@ Call = (
 )
 
 
+MOVES = (SetAlias, Rollback, Promote)
+"""Calls that move one alias by compare-and-swap."""
 READS = (Resolve, ReadAliases, ReadCount, ReadVersions, UseKey)
 """Calls that change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """An alias as a move left it; one without arms points at nothing."""
+    """An alias as a move left it, or as a read showed it; one without arms points at nothing."""
 
     alias: str
     generation: int
     arms: Arms
+    frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """An alias as it was when its moves were forbidden or allowed."""
+
+    alias: Moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +183,10 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """Aliases that a deletion moved, by name."""
+    """Aliases that a deletion moved, by name, and how many versions are gone."""
 
     moved: tuple[Moved, ...]
+    num_versions: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +227,7 @@ class Lost:
     """It was not done, since it lost against a neighbour in a way that no state explains; it may be tried again."""
 
 
-Outcome = Moved | Published | Deleted | Resolved | Listed | Done | Refused | Lost
+Outcome = Moved | Frozen | Published | Deleted | Resolved | Listed | Done | Refused | Lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

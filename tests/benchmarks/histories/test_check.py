@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 
 import pytest
 
 from benchmarks.histories.check import check_history
-from benchmarks.histories.model import AdapterState, State, step
+from benchmarks.histories.model import AdapterState
 from benchmarks.histories.records import (
     Call,
     Change,
@@ -39,8 +38,8 @@ from benchmarks.histories.records import (
     UseKey,
 )
 from benchmarks.histories.search import linearize
+from tests.benchmarks.histories.random_history import SUBJECT, random_history
 
-SUBJECT = "style"
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 
 
@@ -330,50 +329,6 @@ def test_changes_of_grants_are_counted_as_far_as_outcomes_are_known(num_events: 
 def test_after_a_reset_the_feed_owes_only_what_came_later() -> None:
     assert told().promises_broken(EVENTS[0], *EVENTS[3:], resets=(1,), with_feed=True) == set()
     assert told().promises_broken(*EVENTS[:3], EVENTS[4], resets=(1,), with_feed=True) == {"the feed is in the order of commits"}
-
-
-def random_history(seed: int, *, num_operations: int = 120, num_clients: int = 6, unknown: float = 0.05) -> list[Operation]:
-    """What clients see who overlap at a catalogue that does each thing at some moment between call and return."""
-    chance = random.Random(seed)
-    digests = [f"{number:064x}" for number in range(1, 12)]
-    state: State = AdapterState()
-    free = [0] * num_clients
-    planned: list[tuple[int, Operation]] = []
-    for number in range(num_operations):
-        client = min(range(num_clients), key=lambda one: free[one])
-        call = free[client] + chance.randrange(1, 4)
-        point = call + chance.randrange(1, 40)
-        end = point + chance.randrange(1, 40)
-        free[client] = end
-        alias, digest = chance.choice(["stable", "canary"]), chance.choice(digests)
-        other = chance.choice(digests)
-        calls: list[Call] = [
-            Publish(digest, chance.choice(["", "stable"])),
-            SetAlias(alias, ((digest, 1),), chance.choice([None, chance.randrange(1, 20)])),
-            SetAlias(alias, tuple(sorted({(digest, 1), (other, 1)}))),
-            Rollback(alias),
-            Retire(digest),
-            Delete(digest, force=chance.random() < 0.5),
-            Grant("guest"),
-            Revoke("guest"),
-            *[Resolve(chance.choice(["", "guest"]), alias), ReadAliases(), ReadVersions(), ReadCount()] * 2,
-        ]
-        request_id = f"r{chance.randrange(num_operations // 2)}" if chance.random() < 0.3 else ""
-        one = Operation(
-            id=number, client=client, subject=SUBJECT, what=chance.choice(calls), call=call, end=end, outcome=None,
-            request_id=request_id,
-        )  # fmt: skip
-        planned.append((point, one))
-    seen = []
-    for _, one in sorted(planned, key=lambda pair: pair[0]):
-        if chance.random() < unknown and chance.random() < 0.5:
-            seen.append(one)
-            continue
-        writes = isinstance(one.what, Publish | SetAlias | Rollback | Delete)
-        outcome, state = step(state, one if writes else dataclasses.replace(one, request_id=""))
-        is_known = chance.random() >= unknown
-        seen.append(dataclasses.replace(one, outcome=outcome if is_known else None, request_id=one.request_id if writes else ""))
-    return sorted(seen, key=lambda one: one.call)
 
 
 @pytest.mark.parametrize("seed", range(30))
