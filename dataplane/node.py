@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
-from dataplane.access import RULES, NodeAuthenticator
+from dataplane.access import NodeAuthenticator
 from dataplane.admin import AdminServicer
 from dataplane.catalog_client import ALIAS_MOVED, PROBE_ASKED, CatalogClient, Change, open_channel
 from dataplane.change_feed import ChangeFeed
@@ -29,7 +29,7 @@ from dataplane.lora.eviction import Recency
 from dataplane.lora.host_cache import HostCache
 from dataplane.metering import Metering
 from dataplane.metrics import Metrics
-from dataplane.options import control_plane_ca, engine_config, server_options
+from dataplane.options import control_plane_ca, engine_config
 from dataplane.outcomes import OutcomeReporter, Outcomes
 from dataplane.pins import PinLimits, Pins
 from dataplane.prefetcher import Prefetcher
@@ -39,6 +39,7 @@ from dataplane.residency_feed import ResidencyFeed
 from dataplane.residency_reports import ResidencyReporter
 from dataplane.resolution import TenantLimits
 from dataplane.resolve_cache import ResolveCache, Subject
+from dataplane.server import make_server
 from dataplane.servicer import GenerationServicer
 from dataplane.settings import Settings
 from dataplane.staging import StagingReader
@@ -48,9 +49,8 @@ from dataplane.unloads import Unloads
 from dataplane.usage_reports import UsageReporter
 from veneer.artifact import BaseDescription, BaseWeights, Limits, describe_base
 from veneer.controlplane.v1 import reports_pb2
-from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from veneer.errors import UnavailableError, VeneerError
-from veneer.server import Addresses, PlaneServer, Service
+from veneer.server import Addresses, PlaneServer
 
 _log = logging.getLogger(__name__)
 _METRICS_S = 1.0
@@ -259,24 +259,11 @@ class Node:
             base_digest=base.digest,
             stop_serving=lambda: self.server.set_serving(False),
         )
-        generation = GenerationServicer(self.generator)
-        authenticator = NodeAuthenticator(self.client)
-        self.server = PlaneServer(
-            server_options(settings),
-            services=[
-                Service(
-                    generation_pb2.DESCRIPTOR.services_by_name["GenerationService"],
-                    partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation),
-                    ("callers",),
-                ),
-                Service(
-                    admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
-                    partial(admin_pb2_grpc.add_AdminServiceServicer_to_server, admin),
-                    ("operators",),
-                ),
-            ],
-            rules=RULES,
-            authenticators={"callers": authenticator, "operators": authenticator},
+        self.server = make_server(
+            settings,
+            generation=GenerationServicer(self.generator),
+            admin=admin,
+            authenticator=NodeAuthenticator(self.client),
             registry=self._registry,
         )
 
