@@ -8,7 +8,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import TypeAdapter
 from sqlalchemy import insert, select, update
@@ -17,16 +17,20 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from controlplane import models
 from controlplane.catalog import Alias, Arm, Version
 from controlplane.locks import Lock, hold
+from controlplane.organization_tables import organization_requests
 from controlplane.probe_report import ProbeReport
 from veneer.artifact import Report
 from veneer.errors import AbortedError, InvalidArgumentError, VeneerError, Violation
 
 _T = TypeVar("_T")
 
-RACED: Final[Mapping[str, VeneerError]] = {
-    "pk_requests": AbortedError("the same request_id is in use by another call right now; try again", retry_after_s=0.5)
-}
+_IN_USE = AbortedError("the same request_id is in use by another call right now; try again", retry_after_s=0.5)
+RACED: Final[Mapping[str, VeneerError]] = {"pk_requests": _IN_USE, "pk_organization_requests": _IN_USE}
 """Refusals of a transaction that keeps an answer."""
+
+_TABLES = {"tenant": models.requests, "organization": organization_requests}
+"""By kind of caller, which is also the name of the column that says whose an identifier is."""
+_LOCKS = {"tenant": Lock.ANSWER, "organization": Lock.ORGANIZATION_ANSWER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +38,12 @@ class Request:
     """A write as its caller identifies it.
 
     Attributes:
-        tenant: Whose request_id it is.
+        tenant: Whose request_id it is; in the space of organisations that of an organisation.
         id: The request_id; empty: the write is done each time that it comes.
         method: Name of the write.
         fingerprint: Digest of everything that the write says.
         field: Where the request_id stood, for refusals.
+        space: What kind of caller's identifiers it is one of: those of tenants and organisations never meet.
     """
 
     tenant: str
@@ -46,6 +51,7 @@ class Request:
     method: str
     fingerprint: bytes
     field: str = "request_id"
+    space: Literal["tenant", "organization"] = "tenant"
 
     @classmethod
     def of(cls, tenant: str, request_id: str, method: str, *content: object) -> Request:
@@ -54,10 +60,25 @@ class Request:
         return cls(tenant, request_id, method, digest)
 
     @classmethod
-    def of_operator(cls, tenant: str, request_id: str, method: str, *content: object) -> Request:
-        """A write to a tenant's row that only operators may do. It is kept apart: no tenant's request_id is as long."""
+    def of_organization(cls, organization: str, request_id: str, method: str, *content: object) -> Request:
+        """A write of an organisation, to its own rows or to a tenant's."""
+        return dataclasses.replace(cls.of(organization, request_id, method, *content), space="organization")
+
+    @classmethod
+    def of_operator(
+        cls,
+        owner: str,
+        request_id: str,
+        method: str,
+        *content: object,
+        space: Literal["tenant", "organization"] = "tenant",
+    ) -> Request:
+        """A write to the row of a tenant or organisation that only operators may do.
+
+        It is kept apart: nobody else's request_id is as long.
+        """
         kept = f"operator/{hashlib.sha512(request_id.encode()).hexdigest()}" if request_id else ""
-        return cls.of(tenant, kept, method, *content)
+        return dataclasses.replace(cls.of(owner, kept, method, *content), space=space)
 
 
 async def answered(connection: AsyncConnection, request: Request) -> dict[str, Any] | None:
@@ -70,9 +91,10 @@ async def answered(connection: AsyncConnection, request: Request) -> dict[str, A
     """
     if not request.id:
         return None
-    await hold(connection, Lock.ANSWER, f"{request.tenant}/{request.id}")
-    columns = models.requests.c
-    query = select(columns.fingerprint, columns.answer).where(columns.tenant == request.tenant, columns.request_id == request.id)
+    table = _TABLES[request.space]
+    await hold(connection, _LOCKS[request.space], f"{request.tenant}/{request.id}")
+    mine = (table.c[request.space] == request.tenant, table.c.request_id == request.id)
+    query = select(table.c.fingerprint, table.c.answer).where(*mine)
     row = (await connection.execute(query)).one_or_none()
     if row is None:
         return None
@@ -94,13 +116,13 @@ async def keep(connection: AsyncConnection, request: Request, answer: Mapping[st
     if not request.id:
         return
     row = {
-        "tenant": request.tenant,
+        request.space: request.tenant,
         "request_id": request.id,
         "method": request.method,
         "fingerprint": request.fingerprint,
         "answer": answer,
     }
-    await connection.execute(insert(models.requests).values(row))
+    await connection.execute(insert(_TABLES[request.space]).values(row))
 
 
 async def once(connection: AsyncConnection, request: Request, kind: TypeAdapter[_T], do: Callable[[], Awaitable[_T]]) -> _T:

@@ -15,6 +15,7 @@ from sqlalchemy import select
 
 from controlplane import models
 from controlplane.db import OPERATOR, Database, Scope
+from controlplane.members import check_tenant
 from controlplane.paging import page_limit, page_start, page_token
 
 
@@ -47,15 +48,29 @@ class Audit:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def page(self, tenant: str, *, page_size: int, token: str) -> tuple[list[Entry], str]:
-        """A page of a tenant's entries, newest first, and the next page's token; without a tenant those of nobody's rows."""
+    async def page(self, tenant: str, *, page_size: int, token: str, organization: str = "") -> tuple[list[Entry], str]:
+        """A page of a tenant's entries, newest first, and the next page's token.
+
+        Args:
+            tenant: Whose; empty: those of rows that are no tenant's, or of the organisation's own.
+            page_size: Entries.
+            token: Where the page before ended.
+            organization: On whose behalf, where it is not the tenant's own or an operator's.
+
+        Raises:
+            NotFoundError: The organisation has no such tenant.
+        """
         limit = page_limit(page_size)
         start = page_start("audit", token, kinds=[int])
         columns = models.audit.c
         wanted = (columns.id, columns.actor, columns.action, columns.object, columns.before, columns.after, columns.create_time)
-        query = select(*wanted).where(columns.tenant == tenant).order_by(columns.id.desc()).limit(limit + 1)
+        whose = columns.organization == organization if organization and not tenant else columns.tenant == tenant
+        query = select(*wanted).where(whose).order_by(columns.id.desc()).limit(limit + 1)
         if start is not None:
             query = query.where(columns.id < start[0])
-        async with self._database.transaction(Scope.of_tenant(tenant) if tenant else OPERATOR) as connection:
+        own = Scope.of_tenant(tenant) if tenant else OPERATOR
+        async with self._database.transaction(Scope.of_organization(organization) if organization else own) as connection:
+            if organization and tenant:
+                await check_tenant(connection, tenant)
             entries = [Entry(*row) for row in (await connection.execute(query)).all()]
         return entries[:limit], page_token("audit", [entries[limit - 1].id]) if len(entries) > limit else ""

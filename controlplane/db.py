@@ -44,7 +44,7 @@ class Scope:
 
     Attributes:
         kind: Name that the policies know.
-        tenant: The tenant, where there is one.
+        tenant: The tenant, where there is one; for the kind `organization` that.
     """
 
     kind: str
@@ -59,6 +59,11 @@ class Scope:
     def of_caller(cls, tenant: str) -> Scope:
         """A tenant about to use adapters: its own, and those granted to it. Reads only."""
         return cls("caller", tenant)
+
+    @classmethod
+    def of_organization(cls, organization: str) -> Scope:
+        """An organisation: itself, its tenants, their keys, usage and log; no adapter, no version."""
+        return cls("organization", organization)
 
     @classmethod
     def of_node_for(cls, tenant: str) -> Scope:

@@ -30,7 +30,7 @@ _IDENTIFY = Statement(
 class _Row(NamedTuple):
     kind: Kind
     id: str
-    tenant: str
+    tenant: str  # the organisation, for its keys
     roles: list[str]
     expire_time: datetime | None
     fallback_allowed: bool
@@ -52,7 +52,7 @@ class Holder:
     """The holder of a valid credential.
 
     Attributes:
-        identity: Kind, identifier, tenant and roles, as calls know them.
+        identity: Kind, identifier, tenant or organisation, and roles, as calls know them.
         expire_time: When the credential ends by itself; None: never.
         fallback: For tenant keys: what may answer when a version cannot be had in time.
         weight: For tenant keys: share of capacity relative to other tenants.
@@ -106,8 +106,9 @@ class Identities:
         if not rows:
             return None
         row = _Row(*rows[0])
+        owner = {"organization" if row.kind == "organization" else "tenant": row.tenant}
         return Holder(
-            identity=Identity(kind=row.kind, key_digest=key_digest, key_id=row.id, tenant=row.tenant, roles=frozenset(row.roles)),
+            identity=Identity(kind=row.kind, key_digest=key_digest, key_id=row.id, roles=frozenset(row.roles), **owner),
             expire_time=row.expire_time,
             fallback=FallbackPolicy(
                 by_base=row.fallback_allowed, by_previous=bool(row.previous_allowed), default=row.default_fallback or "NONE"

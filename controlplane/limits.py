@@ -1,4 +1,4 @@
-"""What a tenant may use at most, on one data plane and in all, as the catalogue holds it."""
+"""What a tenant may use at most, on one data plane and in all, and what an organisation's tenants may have together."""
 
 from __future__ import annotations
 
@@ -35,5 +35,20 @@ class TenantQuotas:
     max_requests_per_minute: int = 0
     max_tokens_per_minute: int = 0
     max_streams: int = 0
+    max_adapters: int = 0
+    max_stored_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrganizationQuotas:
+    """What the tenants of an organisation may have at most together. 0 is no limit.
+
+    Attributes:
+        max_tenants: Tenants.
+        max_adapters: Adapters that are not deleted.
+        max_stored_bytes: Bytes of the files of their versions.
+    """
+
+    max_tenants: int = 0
     max_adapters: int = 0
     max_stored_bytes: int = 0

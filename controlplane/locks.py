@@ -27,6 +27,12 @@ class Lock(IntEnum):
     """Cutting a quota into shares; the tenant."""
     STORED = 0x76650006
     """Counting what is kept; the tenant."""
+    ORGANIZATION_ANSWER = 0x76650007
+    """A write of an organisation that may come again; organisation and request_id."""
+    ORGANIZATION_STORED = 0x76650008
+    """Counting what is kept by all tenants of an organisation; the organisation."""
+    TENANTS = 0x76650009
+    """Counting the tenants of an organisation; the organisation."""
 
 
 _KEY = "CAST(:kind AS int), hashtext(:name)"

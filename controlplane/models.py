@@ -92,6 +92,7 @@ tenants = Table(
     Column("max_streams", BigInteger, nullable=False, server_default="0"),
     Column("max_adapters", BigInteger, nullable=False, server_default="0"),
     Column("max_stored_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("organization", Text, ForeignKey("organizations.name")),  # see `controlplane.organization_tables`
     CheckConstraint("name ~ '^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$'", name="name"),
     CheckConstraint("weight BETWEEN 1 AND 1000", name="weight"),
     CheckConstraint("max_rank_rows >= 0 AND max_arena_bytes >= 0 AND max_host_bytes >= 0", name="limits"),
@@ -107,6 +108,7 @@ tenants = Table(
         " AND (previous_allowed OR default_fallback <> 'PREVIOUS')",
         name="default_allowed",
     ),
+    Index("ix_tenants_organization_name", "organization", "name", postgresql_where=text("organization IS NOT NULL")),
 )
 
 keys = Table(
@@ -373,7 +375,9 @@ audit = Table(
     Column("before", JSONB),
     Column("after", JSONB),
     _created(),
+    Column("organization", Text),  # of rows that are an organisation's
     PrimaryKeyConstraint("tenant", "id"),
     CheckConstraint("action IN ('INSERT', 'UPDATE', 'DELETE')", name="action"),
     Index("ix_audit_create_time", "create_time", postgresql_using="brin"),
+    Index("ix_audit_organization_id", "organization", "id", postgresql_where=text("organization IS NOT NULL")),
 )

@@ -48,7 +48,10 @@ _TRIM = text("""
     FROM (SELECT xid, id FROM gone ORDER BY xid DESC, id DESC LIMIT 1) last WHERE (last.xid, last.id) > (f.xid, f.id)
 """)
 _TRIM_OUTBOX = text("DELETE FROM outbox WHERE create_time < now() - make_interval(secs => :age)")
-_TRIM_REQUESTS = text("DELETE FROM requests WHERE create_time < now() - make_interval(secs => :age)")
+_TRIM_REQUESTS = tuple(
+    text(f"DELETE FROM {table} WHERE create_time < now() - make_interval(secs => :age)")  # noqa: S608  the names are ours
+    for table in ("requests", "organization_requests")
+)
 
 _TRIM_AUDIT = text("SELECT audit_trim(make_interval(days => :days))")
 
@@ -113,7 +116,8 @@ class Relay:
             async with self._engine.begin() as connection:
                 await connection.execute(_TRIM, {"age": self._retention_s})
                 await connection.execute(_TRIM_OUTBOX, {"age": self._retention_s})
-                await connection.execute(_TRIM_REQUESTS, {"age": self._retention_s})
+                for trim in _TRIM_REQUESTS:
+                    await connection.execute(trim, {"age": self._retention_s})
             if self._audit_days:
                 await self._trim_audit()
 

@@ -7,8 +7,11 @@ from veneer.access import Rule, Rules
 _OPERATOR = Rule.of("operator")
 _NODE = Rule.of("node")
 _TENANT = Rule.of("tenant")
-_KEYS = Rule.of("tenant", "operator", roles=["owner"])
-_AUDIT = Rule.of("tenant", "operator", roles=["owner", "auditor"])
+_FALLBACK = Rule.of("tenant", "operator", roles=["owner"])
+_KEYS = Rule.of("tenant", "organization", "operator", roles=["owner"])
+_AUDIT = Rule.of("tenant", "organization", "operator", roles=["owner", "auditor"])
+_ORGANIZATION = Rule.of("organization", "operator", roles=["owner"])
+_ORGANIZATION_AUDIT = Rule.of("organization", "operator", roles=["owner", "auditor"])
 _PUBLISH = Rule.of("tenant", roles=["owner", "publisher"])
 
 
@@ -21,11 +24,11 @@ RULES: Rules = {
     **_service(
         "TenantService",
         {
-            "CreateTenant": _OPERATOR,
-            "ListTenants": _OPERATOR,
+            "CreateTenant": _ORGANIZATION,
+            "ListTenants": _ORGANIZATION_AUDIT,
             "SetTenantLimits": _OPERATOR,
             "SetTenantQuotas": _OPERATOR,
-            "SetFallback": _KEYS,
+            "SetFallback": _FALLBACK,
             "CreateKey": _KEYS,
             "RotateKey": _KEYS,
             "ListKeys": _AUDIT,
@@ -35,6 +38,20 @@ RULES: Rules = {
             "RevokeGrant": _PUBLISH,
             "ListAudit": _AUDIT,
             "ListUsage": _AUDIT,
+        },
+    ),
+    **_service(
+        "OrganizationService",
+        {
+            "CreateOrganization": _OPERATOR,
+            "ListOrganizations": _OPERATOR,
+            "GetOrganization": _ORGANIZATION_AUDIT,
+            "SetOrganizationQuotas": _OPERATOR,
+            "AdoptTenant": _OPERATOR,
+            "CreateOrganizationKey": _ORGANIZATION,
+            "RotateOrganizationKey": _ORGANIZATION,
+            "ListOrganizationKeys": _ORGANIZATION_AUDIT,
+            "RevokeOrganizationKey": _ORGANIZATION,
         },
     ),
     **_service(

@@ -27,9 +27,12 @@ from controlplane.grants import Sharing
 from controlplane.homes import Homes
 from controlplane.identities import Identities
 from controlplane.intake import JailedChecks
+from controlplane.keys import ORGANIZATION_KEYS, Keys
 from controlplane.locate import Locator
 from controlplane.node_servicer import NodeServicer
 from controlplane.nodes import Nodes
+from controlplane.organization_servicer import OrganizationServicer
+from controlplane.organizations import Organizations
 from controlplane.outbox import Relay, connect
 from controlplane.outcomes import Outcomes
 from controlplane.placement_servicer import PlacementServicer
@@ -54,6 +57,8 @@ from veneer.controlplane.v1 import (
     catalog_pb2_grpc,
     nodes_pb2,
     nodes_pb2_grpc,
+    organizations_pb2,
+    organizations_pb2_grpc,
     placement_pb2,
     placement_pb2_grpc,
     tenants_pb2,
@@ -94,6 +99,7 @@ class ControlPlane:
         self.conductor = Conductor(self.database, settings, registry=registry)
         self.publisher = Publisher(self.database, self.blobs, settings, check=check, metrics=PublishMetrics(registry))
         ledger = UsageLedger(self.database, vault)
+        tenants = Tenants(self.database)
         node_servicer = NodeServicer(
             nodes=Nodes(self.database, vault, settings),
             resolver=Resolver(self.database, identities, vault, self._freshness),
@@ -115,7 +121,14 @@ class ControlPlane:
                 tenants_pb2.DESCRIPTOR.services_by_name["TenantService"],
                 partial(
                     tenants_pb2_grpc.add_TenantServiceServicer_to_server,
-                    TenantServicer(Tenants(self.database, vault), Sharing(self.database), Audit(self.database), ledger),
+                    TenantServicer(tenants, Keys(self.database, vault), Sharing(self.database), Audit(self.database), ledger),
+                ),
+            ),
+            Service(
+                organizations_pb2.DESCRIPTOR.services_by_name["OrganizationService"],
+                partial(
+                    organizations_pb2_grpc.add_OrganizationServiceServicer_to_server,
+                    OrganizationServicer(Organizations(self.database), Keys(self.database, vault, ORGANIZATION_KEYS), tenants),
                 ),
             ),
             Service(

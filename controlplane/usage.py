@@ -14,13 +14,13 @@ from sqlalchemy import Row, func, select, text, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from controlplane import models
 from controlplane.db import NODE, Database, Scope, set_scope
+from controlplane.members import check_tenant
 from controlplane.paging import page_limit, page_start, page_token
 from controlplane.tickets import ticket
 from controlplane.use_tables import usage, usage_journals
 from controlplane.vault import Vault
-from veneer.errors import NotFoundError, PermissionDeniedError
+from veneer.errors import PermissionDeniedError
 
 _COUNTS: Final = ("requests", "failed_requests", "prompt_tokens", "cached_tokens", "output_tokens")
 Period = Literal["hour", "day"]
@@ -128,9 +128,16 @@ class UsageLedger:
                 await connection.execute(query.on_conflict_do_update(constraint="pk_usage", set_=sums))
 
     async def page(
-        self, tenant: str, period: Period, *, start: datetime | None, page_size: int, token: str
+        self,
+        tenant: str,
+        period: Period,
+        *,
+        start: datetime | None,
+        page_size: int,
+        token: str,
+        scope: Scope | None = None,
     ) -> tuple[list[Used], str]:
-        """A page of what a tenant used, latest first, and the next page's token.
+        """A page of what a tenant used, latest first, and the next page's token; in the tenant's own scope unless one is given.
 
         Raises:
             NotFoundError: There is no such tenant.
@@ -147,10 +154,8 @@ class UsageLedger:
             rest = (begin < after[0]) | ((begin == after[0]) & (tuple_(columns.owner, columns.adapter) > tuple(after[1:])))
             query = query.where(columns.hour < after[0] + func.make_interval(0, 0, 0, 1), rest)
         query = query.group_by(*keys).order_by(begin.desc(), columns.owner, columns.adapter).limit(limit + 1)
-        async with self._database.transaction(Scope.of_tenant(tenant)) as connection:
-            known = select(models.tenants.c.name).where(models.tenants.c.name == tenant)
-            if (await connection.execute(known)).one_or_none() is None:
-                raise NotFoundError("there is no such tenant")
+        async with self._database.transaction(scope or Scope.of_tenant(tenant)) as connection:
+            await check_tenant(connection, tenant)
             used = [_used(row) for row in (await connection.execute(query)).all()]
         shown = used[:limit]
         if len(used) <= limit:

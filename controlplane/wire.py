@@ -16,13 +16,14 @@ from controlplane.catalog import Adapter, Alias, Version
 from controlplane.changes import Change, ChangeKind
 from controlplane.fallback import FallbackPolicy
 from controlplane.grants import Grant
+from controlplane.keys import Key
 from controlplane.limits import TenantLimits, TenantQuotas
 from controlplane.nodes import Node
 from controlplane.probe_report import ProbeMeasures
 from controlplane.quotas import Amounts, Demand
 from controlplane.regression import Tally
 from controlplane.resolve import Caller, Resolution, Servable
-from controlplane.tenants import Key, Tenant
+from controlplane.tenants import Tenant
 from controlplane.usage import Counts, Used
 from controlplane.usage import Entry as UsageEntry
 from veneer.artifact import BaseDescription, TargetModule
@@ -82,6 +83,7 @@ def tenant_message(tenant: Tenant) -> tenants_pb2.Tenant:
         default_fallback=tenants_pb2.DefaultFallback.Value(f"DEFAULT_FALLBACK_{policy.default}"),
         limits=limits_message(tenant.limits),
         quotas=quotas_message(tenant.quotas),
+        organization=tenant.organization,
     )
 
 
@@ -157,6 +159,7 @@ def key_message(key: Key) -> tenants_pb2.Key:
         expire_time=timestamp(key.expire_time),
         revoke_time=timestamp(key.revoke_time),
         successor=key.successor,
+        organization=key.organization,
     )
 
 

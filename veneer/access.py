@@ -13,18 +13,20 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from veneer.errors import PermissionDeniedError, UnauthenticatedError, VeneerError
 
-Kind = Literal["tenant", "operator", "node", "enrollment", "bearer"]
+Kind = Literal["tenant", "organization", "operator", "node", "enrollment", "bearer"]
 """What a credential is. `bearer` is one that is well formed and not looked up: the method itself asks whose it is."""
 
 ListenerName = Literal["callers", "operators"]
 
 _LISTENER_OF_KIND: Mapping[Kind, ListenerName] = {
     "tenant": "callers",
+    "organization": "callers",
     "node": "callers",
     "enrollment": "callers",
     "bearer": "callers",
     "operator": "operators",
 }
+_WITH_ROLES = ("tenant", "organization")
 _SECRET = re.compile(r"vnr_[A-Za-z0-9_-]{43}")
 
 
@@ -38,7 +40,9 @@ class Identity:
         key_id: Identifier of the key, for logs; empty for `bearer`.
         tenant: Name of the tenant, for tenant keys.
         tenant_id: Identifier of the tenant's row, for tenant keys, where the authenticator knows it.
-        roles: Names of the key's roles, for tenant keys: `owner`, `publisher`, `caller`, `auditor`.
+        roles: Names of the key's roles, for tenant keys: `owner`, `publisher`, `caller`, `auditor`; for keys of organisations:
+            `owner`, `auditor`.
+        organization: Name of the organisation, for keys of organisations.
     """
 
     kind: Kind
@@ -47,6 +51,7 @@ class Identity:
     tenant: str = ""
     tenant_id: str = ""
     roles: frozenset[str] = frozenset()
+    organization: str = ""
 
 
 class Authenticator(Protocol):
@@ -67,7 +72,7 @@ class Rule:
     Attributes:
         kinds: Kinds of identity that may. A kind may only come in by its own listener: operators by `operators`, all others by
             `callers`.
-        roles: For tenant keys: at least one of these roles is needed; empty asks for none.
+        roles: For keys of tenants and organisations: at least one of these roles is needed; empty asks for none.
         open: Anyone may, on both listeners, without a credential (health, reflection).
     """
 
@@ -88,7 +93,7 @@ class Rule:
         """
         if identity.kind not in self.kinds or _LISTENER_OF_KIND[identity.kind] != listener:
             raise PermissionDeniedError(f"this method is not for a {identity.kind} key on the {listener} listener")
-        if identity.kind == "tenant" and self.roles and not self.roles & identity.roles:
+        if identity.kind in _WITH_ROLES and self.roles and not self.roles & identity.roles:
             raise PermissionDeniedError(f"the key needs one of the roles {', '.join(sorted(self.roles))}")
 
 

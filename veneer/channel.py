@@ -35,6 +35,17 @@ _REPEATABLE: dict[str, tuple[str, ...]] = {
         "DeleteAdapter",
     ),
     "veneer.controlplane.v1.NodeService": ("ListNodes", "RevokeNode"),
+    "veneer.controlplane.v1.OrganizationService": (
+        "CreateOrganization",
+        "ListOrganizations",
+        "GetOrganization",
+        "SetOrganizationQuotas",
+        "AdoptTenant",
+        "CreateOrganizationKey",
+        "RotateOrganizationKey",
+        "ListOrganizationKeys",
+        "RevokeOrganizationKey",
+    ),
     "veneer.controlplane.v1.PlacementService": ("LocateAdapter",),
     "veneer.controlplane.v1.TenantService": (
         "CreateTenant",

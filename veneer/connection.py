@@ -96,7 +96,7 @@ class Connection:
             request_id: Identifies this key: the same again gives the same key and secret. Empty makes one.
         """
         request = tenants_pb2.CreateKeyRequest(
-            tenant=tenant, roles=[_role(role) for role in roles], label=label, request_id=identified(request_id)
+            tenant=tenant, roles=[role(name) for name in roles], label=label, request_id=identified(request_id)
         )
         if lifetime_s is not None:
             request.lifetime.FromMilliseconds(round(lifetime_s * 1000))
@@ -210,11 +210,16 @@ def typed(kind: type[_T], message: Any) -> _T:
     return message
 
 
-def _role(name: str) -> tenants_pb2.Role.ValueType:
+def role(name: str) -> tenants_pb2.Role.ValueType:
+    """A role by its name in lower case.
+
+    Raises:
+        InvalidArgumentError: There is none of this name.
+    """
     known = {
-        role.removeprefix("ROLE_").lower(): role
-        for role in tenants_pb2.Role.keys()  # noqa: SIM118  an enum, no dictionary
-        if role != "ROLE_UNSPECIFIED"
+        one.removeprefix("ROLE_").lower(): one
+        for one in tenants_pb2.Role.keys()  # noqa: SIM118  an enum, no dictionary
+        if one != "ROLE_UNSPECIFIED"
     }
     if name not in known:
         raise InvalidArgumentError.of([Violation("roles", f"`{name}` is no role; there are {', '.join(sorted(known))}")])

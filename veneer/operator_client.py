@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 
 from veneer.artifact import BaseDescription
 from veneer.channel import typed_errors
-from veneer.connection import Connection, identified, typed
-from veneer.controlplane.v1 import bases_pb2, nodes_pb2, nodes_pb2_grpc, tenants_pb2
+from veneer.connection import identified, typed
+from veneer.controlplane.v1 import bases_pb2, nodes_pb2, nodes_pb2_grpc, organizations_pb2, tenants_pb2
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc
 from veneer.errors import InvalidArgumentError, UnavailableError, Violation
+from veneer.organization_calls import OrganizationCalls
 
 _AGAIN_S = 1.0
 
 
-class OperatorClient(Connection):
+class OperatorClient(OrganizationCalls):
     """What an operator's key can do. Owned by one event loop."""
 
     @property
@@ -57,10 +58,18 @@ class OperatorClient(Connection):
         default_fallback: tenants_pb2.DefaultFallback.ValueType = tenants_pb2.DEFAULT_FALLBACK_NONE,
         weight: int = 1,
         limits: tenants_pb2.TenantLimits | None = None,
+        organization: str = "",
         request_id: str = "",
     ) -> tenants_pb2.Tenant:
-        """Creates a tenant; the same again under the same `request_id` gives the same answer."""
-        tenant = tenants_pb2.Tenant(name=name, fallback=fallback, default_fallback=default_fallback, weight=weight, limits=limits)
+        """Creates a tenant, of an organisation or of none; the same again under the same `request_id` gives the same answer."""
+        tenant = tenants_pb2.Tenant(
+            name=name,
+            fallback=fallback,
+            default_fallback=default_fallback,
+            weight=weight,
+            limits=limits,
+            organization=organization,
+        )
         request = tenants_pb2.CreateTenantRequest(tenant=tenant, request_id=identified(request_id))
         response = await self._ask(self._tenants.CreateTenant, request)
         return typed(tenants_pb2.Tenant, response.tenant)
@@ -105,12 +114,65 @@ class OperatorClient(Connection):
         response = await self._ask(self._tenants.SetTenantQuotas, request)
         return typed(tenants_pb2.Tenant, response.tenant)
 
-    async def tenants(self) -> list[tenants_pb2.Tenant]:
-        """All tenants by name."""
-        stub = self._tenants
-        return await self._all(
-            lambda token: self._ask(stub.ListTenants, tenants_pb2.ListTenantsRequest(page_token=token)), "tenants"
+    async def create_organization(
+        self,
+        name: str,
+        *,
+        quotas: organizations_pb2.OrganizationQuotas | None = None,
+        tenant_limits: tenants_pb2.TenantLimits | None = None,
+        tenant_quotas: tenants_pb2.TenantQuotas | None = None,
+        request_id: str = "",
+    ) -> organizations_pb2.Organization:
+        """Creates an organisation.
+
+        Args:
+            name: 1 to 30 lower-case letters, digits and single inner hyphens.
+            quotas: What its tenants may have at most together; None is no limit.
+            tenant_limits: What each tenant that it makes may use at most on one data plane.
+            tenant_quotas: What each tenant that it makes may use at most in all.
+            request_id: Identifies this change: the same again is done once. Empty makes one.
+        """
+        order = organizations_pb2.Organization(name=name, quotas=quotas, tenant_limits=tenant_limits, tenant_quotas=tenant_quotas)
+        request = organizations_pb2.CreateOrganizationRequest(organization=order, request_id=identified(request_id))
+        response = await self._ask(self._organizations.CreateOrganization, request)
+        return typed(organizations_pb2.Organization, response.organization)
+
+    async def set_organization_quotas(
+        self,
+        name: str,
+        *,
+        quotas: organizations_pb2.OrganizationQuotas | None = None,
+        tenant_limits: tenants_pb2.TenantLimits | None = None,
+        tenant_quotas: tenants_pb2.TenantQuotas | None = None,
+        request_id: str = "",
+    ) -> organizations_pb2.Organization:
+        """Replaces an organisation's ceilings, and what the tenants may use that it makes from now on; None is no limit."""
+        request = organizations_pb2.SetOrganizationQuotasRequest(
+            organization=name,
+            quotas=quotas,
+            tenant_limits=tenant_limits,
+            tenant_quotas=tenant_quotas,
+            request_id=identified(request_id),
         )
+        response = await self._ask(self._organizations.SetOrganizationQuotas, request)
+        return typed(organizations_pb2.Organization, response.organization)
+
+    async def organizations(self) -> list[organizations_pb2.Organization]:
+        """All organisations by name."""
+        stub = self._organizations
+
+        def ask(token: str) -> Awaitable[organizations_pb2.ListOrganizationsResponse]:
+            return self._ask(stub.ListOrganizations, organizations_pb2.ListOrganizationsRequest(page_token=token))
+
+        return await self._all(ask, "organizations")
+
+    async def adopt_tenant(self, organization: str, tenant: str, *, request_id: str = "") -> tenants_pb2.Tenant:
+        """Gives a tenant that belongs to no organisation to one, for ever."""
+        request = organizations_pb2.AdoptTenantRequest(
+            organization=organization, tenant=tenant, request_id=identified(request_id)
+        )
+        response = await self._ask(self._organizations.AdoptTenant, request)
+        return typed(tenants_pb2.Tenant, response.tenant)
 
     async def create_enrollment_token(self, node_name: str) -> nodes_pb2.CreateEnrollmentTokenResponse:
         """Creates a token that lets one data plane in, once."""

@@ -22,6 +22,7 @@ from veneer.controlplane.v1 import catalog_pb2
 from veneer.errors import FailedPreconditionError
 from veneer.loop_thread import Calls, LoopThread, Stream
 from veneer.operator_client import OperatorClient
+from veneer.organization_client import OrganizationClient
 from veneer.origin import NO_ORIGIN, Origin
 
 _C = TypeVar("_C", bound=Connection)
@@ -166,22 +167,31 @@ class SyncOperatorClient(_Blocking[OperatorClient]):
         """See `veneer.connection.Connection`."""
         super().__init__(OperatorClient(control=control, data=data, key=key, tls=tls, timeout_s=timeout_s))
 
+    adopt_tenant = _blocking(OperatorClient.adopt_tenant)
     audit = _blocking(OperatorClient.audit)
     bases = _blocking(OperatorClient.bases)
     create_enrollment_token = _blocking(OperatorClient.create_enrollment_token)
     create_key = _blocking(OperatorClient.create_key)
+    create_organization = _blocking(OperatorClient.create_organization)
+    create_organization_key = _blocking(OperatorClient.create_organization_key)
     create_tenant = _blocking(OperatorClient.create_tenant)
     drain = _blocking(OperatorClient.drain)
     keys = _blocking(OperatorClient.keys)
     nodes = _blocking(OperatorClient.nodes)
+    organization = _blocking(OperatorClient.organization)
+    organization_keys = _blocking(OperatorClient.organization_keys)
+    organizations = _blocking(OperatorClient.organizations)
     pin_version = _blocking(OperatorClient.pin_version)
     pins = _blocking(OperatorClient.pins)
     register_base = _blocking(OperatorClient.register_base)
     residency = _blocking(OperatorClient.residency)
     revoke_key = _blocking(OperatorClient.revoke_key)
     revoke_node = _blocking(OperatorClient.revoke_node)
+    revoke_organization_key = _blocking(OperatorClient.revoke_organization_key)
     rotate_key = _blocking(OperatorClient.rotate_key)
+    rotate_organization_key = _blocking(OperatorClient.rotate_organization_key)
     set_fallback = _blocking(OperatorClient.set_fallback)
+    set_organization_quotas = _blocking(OperatorClient.set_organization_quotas)
     set_tenant_limits = _blocking(OperatorClient.set_tenant_limits)
     set_tenant_quotas = _blocking(OperatorClient.set_tenant_quotas)
     tenants = _blocking(OperatorClient.tenants)
@@ -189,6 +199,32 @@ class SyncOperatorClient(_Blocking[OperatorClient]):
     unpin_version = _blocking(OperatorClient.unpin_version)
     usage = _blocking(OperatorClient.usage)
     watch_residency = _streaming(OperatorClient.watch_residency)
+
+
+class SyncOrganizationClient(_Blocking[OrganizationClient]):
+    """What an organisation's key can do; see `veneer.organization_client.OrganizationClient`, whose methods these are."""
+
+    def __init__(
+        self, *, control: str = "", data: str = "", key: str = "", tls: ClientTls | None = None, timeout_s: float = 30.0
+    ) -> None:
+        """See `veneer.connection.Connection`."""
+        super().__init__(OrganizationClient(control=control, data=data, key=key, tls=tls, timeout_s=timeout_s))
+
+    audit = _blocking(OrganizationClient.audit)
+    bases = _blocking(OrganizationClient.bases)
+    create_key = _blocking(OrganizationClient.create_key)
+    create_organization_key = _blocking(OrganizationClient.create_organization_key)
+    create_tenant = _blocking(OrganizationClient.create_tenant)
+    keys = _blocking(OrganizationClient.keys)
+    organization = _blocking(OrganizationClient.organization)
+    organization_keys = _blocking(OrganizationClient.organization_keys)
+    revoke_key = _blocking(OrganizationClient.revoke_key)
+    revoke_organization_key = _blocking(OrganizationClient.revoke_organization_key)
+    rotate_key = _blocking(OrganizationClient.rotate_key)
+    rotate_organization_key = _blocking(OrganizationClient.rotate_organization_key)
+    set_fallback = _blocking(OrganizationClient.set_fallback)
+    tenants = _blocking(OrganizationClient.tenants)
+    usage = _blocking(OrganizationClient.usage)
 
 
 def _nothing(_sent: int, _total: int) -> None:

@@ -12,17 +12,21 @@ from controlplane.rules import RULES
 from controlplane.vault import new_secret
 from tests.fixtures.controlplane import AUDITOR, CALLER, OWNER, PUBLISHER, Client, World
 from veneer.access import method_names
-from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, placement_pb2, tenants_pb2
+from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, organizations_pb2, placement_pb2, tenants_pb2
 
 SERVICES = [
     bases_pb2.DESCRIPTOR.services_by_name["BaseService"],
     tenants_pb2.DESCRIPTOR.services_by_name["TenantService"],
+    organizations_pb2.DESCRIPTOR.services_by_name["OrganizationService"],
     catalog_pb2.DESCRIPTOR.services_by_name["CatalogService"],
     nodes_pb2.DESCRIPTOR.services_by_name["NodeService"],
     placement_pb2.DESCRIPTOR.services_by_name["PlacementService"],
 ]
 AUDIT = {"ListKeys", "ListAudit", "ListUsage"}
-KEYS = {"CreateKey", "RotateKey", "RevokeKey", "SetFallback"} | AUDIT
+ISSUING = {"CreateKey", "RotateKey", "RevokeKey"}
+KEYS = {"SetFallback"} | ISSUING | AUDIT
+OVERSEEING = {"ListTenants", "GetOrganization", "ListOrganizationKeys"}
+MANAGING = {"CreateTenant", "CreateOrganizationKey", "RotateOrganizationKey", "RevokeOrganizationKey"} | OVERSEEING
 SHARING = {"Publish", "RetireVersion", "DeleteVersion", "FreezeAlias", "CreateGrant", "RevokeGrant"}
 MOVING = {"SetAlias", "Rollback", "Promote", "StartCanary", "StopCanary"}
 READING = {"ListBases", "GetAdapter", "ListAdapters", "ListVersions", "ListGrants", "GetCanary"}
@@ -43,8 +47,10 @@ RUNNING = {
 OPERATING = {
     "RegisterBase",
     "ListBases",
-    "CreateTenant",
-    "ListTenants",
+    "CreateOrganization",
+    "ListOrganizations",
+    "SetOrganizationQuotas",
+    "AdoptTenant",
     "SetTenantLimits",
     "SetTenantQuotas",
     "CreateEnrollmentToken",
@@ -57,9 +63,11 @@ ADMITTED = {
     ("callers", "publisher"): SHARING | MOVING | READING,
     ("callers", "caller"): READING | {"LocateAdapter"},
     ("callers", "auditor"): READING | AUDIT,
+    ("callers", "organization owner"): MANAGING | ISSUING | AUDIT,
+    ("callers", "organization auditor"): OVERSEEING | AUDIT,
     ("callers", "node"): RUNNING | {"ListBases"},
     ("callers", "enrollment"): {"EnrollNode"},
-    ("operators", "operator"): OPERATING | KEYS,
+    ("operators", "operator"): OPERATING | MANAGING | KEYS,
 }
 """Methods past the rules, by listener and identity; every other pair admits nothing. Written apart from the table under test."""
 NOBODY = {"unknown", "revoked", "none"}
@@ -81,6 +89,8 @@ class Cast:
             "caller": (await world.key("acme", CALLER)).secret,
             "auditor": (await world.key("acme", AUDITOR)).secret,
             "operator": world.operator.secret,
+            "organization owner": (await world.organization("group", OWNER)).secret,
+            "organization auditor": (await world.organization_key("group", AUDITOR)).secret,
             "unknown": new_secret(),
             "none": "",
         }
@@ -96,6 +106,7 @@ async def call(client: Client, method: MethodDescriptor) -> grpc.StatusCode:
     stubs = {
         "BaseService": client.bases,
         "TenantService": client.tenants,
+        "OrganizationService": client.organizations,
         "CatalogService": client.catalog,
         "NodeService": client.nodes,
         "PlacementService": client.placement,

@@ -311,6 +311,41 @@ def test_answers_and_changes_lose_their_probes_on_the_way_back(fresh_database: T
         assert connection.execute("SELECT probe FROM versions").fetchall() == []
 
 
+def test_tenants_and_keys_of_before_go_on_under_the_revision_of_organisations_and_back(plain_owner: str) -> None:
+    made = """
+        INSERT INTO tenants (name, fallback_allowed, weight) VALUES ('acme', true, 7);
+        INSERT INTO keys (tenant, id, hash, roles, label) VALUES ('acme', gen_random_uuid(), '\\x01', ARRAY['owner'], '');
+    """
+    added = """
+        INSERT INTO organizations (name) VALUES ('group');
+        INSERT INTO organization_keys (organization, id, hash, roles, label)
+            VALUES ('group', gen_random_uuid(), '\\x02', ARRAY['auditor'], '');
+        UPDATE tenants SET organization = 'group';
+    """
+    removed = "UPDATE tenants SET organization = NULL; DELETE FROM organization_keys; DELETE FROM organizations"
+    known = "SELECT kind, tenant, weight FROM identify('\\x01') UNION ALL SELECT kind, tenant, weight FROM identify('\\x02')"
+    migrate(Settings(owner_url=plain_owner), revision="0012")
+    url = plain_owner.replace("+psycopg", "").replace("plain_owner@", "postgres@")
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(made)
+        migrate(Settings(owner_url=plain_owner))
+        assert connection.execute("SELECT organization FROM tenants").fetchall() == [(None,)]
+        connection.execute(added)
+        assert connection.execute(known).fetchall() == [("tenant", "acme", 7), ("organization", "group", 0)]
+        told = "SELECT object, organization FROM audit WHERE tenant = '' ORDER BY id"
+        assert connection.execute(told).fetchall() == [("organizations", "group"), ("organization_keys", "group")]
+        with pytest.raises(DBAPIError, match="organisations would be lost"):
+            take_down(plain_owner, "0012")
+        connection.execute(removed)
+        take_down(plain_owner, "0012")
+        assert connection.execute(known).fetchall() == [("tenant", "acme", 7)]
+        connection.execute("UPDATE tenants SET weight = 8")
+        last = "SELECT object, after ->> 'weight' FROM audit ORDER BY id DESC LIMIT 1"
+        assert connection.execute(last).fetchall() == [("tenants", "8")]
+        migrate(Settings(owner_url=plain_owner))
+        assert connection.execute(known).fetchall() == [("tenant", "acme", 8)]
+
+
 _CANARY = f"""
     INSERT INTO aliases (tenant, adapter, name, generation) VALUES ('acme', 'style', 'stable', 1);
     INSERT INTO canaries (tenant, adapter, alias, generation, version, stable, steps, step, state, reason)

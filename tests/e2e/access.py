@@ -17,7 +17,15 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from tests.e2e.driving import greedy
 from tests.fixtures.adapters import AdapterFiles
 from veneer.artifact import BaseDescription
-from veneer.controlplane.v1 import bases_pb2, canaries_pb2, catalog_pb2, nodes_pb2, placement_pb2, tenants_pb2
+from veneer.controlplane.v1 import (
+    bases_pb2,
+    canaries_pb2,
+    catalog_pb2,
+    nodes_pb2,
+    organizations_pb2,
+    placement_pb2,
+    tenants_pb2,
+)
 from veneer.dataplane.v1 import admin_pb2
 from veneer.dataplane.v1 import generation_pb2 as pb
 
@@ -38,6 +46,9 @@ class Scene:
         grant: A grant for the blobs of `current`, for the node.
         blob: Digest of one of them.
         files: An adapter to publish.
+        organization: An organisation, with a key among the credentials, and a tenant that is not `acme`.
+        organization_tenant: That tenant.
+        organization_key_id: A key of it to rotate and revoke.
     """
 
     credentials: dict[str, str]
@@ -49,6 +60,9 @@ class Scene:
     grant: str
     blob: str
     files: AdapterFiles
+    organization: str
+    organization_tenant: str
+    organization_key_id: str
 
 
 def _key_digest(scene: Scene) -> bytes:
@@ -100,6 +114,7 @@ class Row:
     other: str
     node: str
     operator: str
+    organization: str = PD
 
 
 TABLE = {
@@ -110,25 +125,63 @@ TABLE = {
     "veneer.controlplane.v1.TenantService": {
         "CreateTenant": Row(
             lambda s: tenants_pb2.CreateTenantRequest(tenant=tenants_pb2.Tenant(name=f"t-{uuid.uuid4().hex[:8]}")),
-            *(PD, PD, PD, PD, OK),
+            *(PD, PD, PD, PD, OK, IA),  # an organisation may not choose such a name
         ),
         "SetTenantLimits": Row(lambda s: tenants_pb2.SetTenantLimitsRequest(tenant="strict"), PD, PD, PD, PD, OK),
         "SetTenantQuotas": Row(lambda s: tenants_pb2.SetTenantQuotasRequest(tenant="strict"), PD, PD, PD, PD, OK),
         "SetFallback": Row(lambda s: tenants_pb2.SetFallbackRequest(tenant="acme"), OK, PD, NF, PD, OK),
-        "ListTenants": Row(lambda s: tenants_pb2.ListTenantsRequest(), PD, PD, PD, PD, OK),
+        "ListTenants": Row(lambda s: tenants_pb2.ListTenantsRequest(), PD, PD, PD, PD, OK, OK),
         "CreateKey": Row(
-            lambda s: tenants_pb2.CreateKeyRequest(tenant="acme", roles=[tenants_pb2.ROLE_CALLER]), OK, PD, NF, PD, OK
+            lambda s: tenants_pb2.CreateKeyRequest(tenant="acme", roles=[tenants_pb2.ROLE_CALLER]), OK, PD, NF, PD, OK, NF
         ),
         "RotateKey": Row(
-            lambda s: tenants_pb2.RotateKeyRequest(tenant="acme", id=s.key_id, request_id=s.key_id), OK, PD, NF, PD, OK
+            lambda s: tenants_pb2.RotateKeyRequest(tenant="acme", id=s.key_id, request_id=s.key_id), OK, PD, NF, PD, OK, NF
         ),
-        "ListKeys": Row(lambda s: tenants_pb2.ListKeysRequest(tenant="acme"), OK, PD, NF, PD, OK),
-        "RevokeKey": Row(lambda s: tenants_pb2.RevokeKeyRequest(tenant="acme", id=s.key_id), OK, PD, NF, PD, OK),
+        "ListKeys": Row(lambda s: tenants_pb2.ListKeysRequest(tenant="acme"), OK, PD, NF, PD, OK, NF),
+        "RevokeKey": Row(lambda s: tenants_pb2.RevokeKeyRequest(tenant="acme", id=s.key_id), OK, PD, NF, PD, OK, NF),
         "CreateGrant": Row(lambda s: tenants_pb2.CreateGrantRequest(adapter="tone", grantee="strict"), OK, PD, NF, PD, PD),
         "ListGrants": Row(lambda s: tenants_pb2.ListGrantsRequest(), OK, OK, OK, PD, PD),
         "RevokeGrant": Row(lambda s: tenants_pb2.RevokeGrantRequest(adapter="tone", grantee="strict"), OK, PD, NF, PD, PD),
-        "ListAudit": Row(lambda s: tenants_pb2.ListAuditRequest(tenant="acme"), OK, PD, NF, PD, OK),
-        "ListUsage": Row(lambda s: tenants_pb2.ListUsageRequest(tenant="acme"), OK, PD, NF, PD, OK),
+        "ListAudit": Row(lambda s: tenants_pb2.ListAuditRequest(tenant="acme"), OK, PD, NF, PD, OK, NF),
+        "ListUsage": Row(lambda s: tenants_pb2.ListUsageRequest(tenant="acme"), OK, PD, NF, PD, OK, NF),
+    },
+    "veneer.controlplane.v1.OrganizationService": {
+        "CreateOrganization": Row(
+            lambda s: organizations_pb2.CreateOrganizationRequest(
+                organization=organizations_pb2.Organization(name=f"o-{uuid.uuid4().hex[:8]}")
+            ),
+            *(PD, PD, PD, PD, OK),
+        ),
+        "ListOrganizations": Row(lambda s: organizations_pb2.ListOrganizationsRequest(), PD, PD, PD, PD, OK),
+        "GetOrganization": Row(
+            lambda s: organizations_pb2.GetOrganizationRequest(organization=s.organization), PD, PD, PD, PD, OK, OK
+        ),
+        "SetOrganizationQuotas": Row(
+            lambda s: organizations_pb2.SetOrganizationQuotasRequest(organization=s.organization), PD, PD, PD, PD, OK
+        ),
+        "AdoptTenant": Row(  # which it has, so that nothing changes
+            lambda s: organizations_pb2.AdoptTenantRequest(organization=s.organization, tenant=s.organization_tenant),
+            *(PD, PD, PD, PD, OK),
+        ),
+        "CreateOrganizationKey": Row(
+            lambda s: organizations_pb2.CreateOrganizationKeyRequest(
+                organization=s.organization, roles=[tenants_pb2.ROLE_AUDITOR]
+            ),
+            *(PD, PD, PD, PD, OK, OK),
+        ),
+        "RotateOrganizationKey": Row(
+            lambda s: organizations_pb2.RotateOrganizationKeyRequest(
+                organization=s.organization, id=s.organization_key_id, request_id=s.organization_key_id
+            ),
+            *(PD, PD, PD, PD, OK, OK),
+        ),
+        "ListOrganizationKeys": Row(
+            lambda s: organizations_pb2.ListOrganizationKeysRequest(organization=s.organization), PD, PD, PD, PD, OK, OK
+        ),
+        "RevokeOrganizationKey": Row(
+            lambda s: organizations_pb2.RevokeOrganizationKeyRequest(organization=s.organization, id=s.organization_key_id),
+            *(PD, PD, PD, PD, OK, OK),
+        ),
     },
     "veneer.controlplane.v1.CatalogService": {
         "Publish": Row(_upload, OK, PD, OK, PD, PD),  # into one's own part of the catalogue
@@ -210,7 +263,7 @@ TABLE = {
     "veneer.dataplane.v1.GenerationService": {
         "Generate": Row(
             lambda s: pb.GenerateRequest(adapter=pb.AdapterRef(adapter="tone", owner="acme"), text="hello", sampling=greedy(2)),
-            *(OK, OK, NF, UA, UA),  # whose key it is the control plane says, and it knows tenants only
+            *(OK, OK, NF, UA, UA, UA),  # whose key it is the control plane says, and it knows tenants only
         ),
     },
     "veneer.dataplane.v1.AdminService": {
@@ -226,7 +279,7 @@ TABLE = {
 }
 """By service and method."""
 
-WHO = ("owner", "caller", "other", "no key", "revoked key", "node", "operator")
+WHO = ("owner", "caller", "other", "no key", "revoked key", "node", "operator", "organization")
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +303,8 @@ def expected(listener: Listener, service: str, method: str, who: str) -> str:
         return "UNIMPLEMENTED"
     if who in ("no key", "revoked key"):
         return UA
+    if who == "organization" and listener.plane == "dataplane":
+        return UA  # data planes know no organisations
     home = "operators" if who == "operator" else "callers"
     row = TABLE[service][method]
     if listener.name == home or method == "Generate":

@@ -59,6 +59,10 @@ async def scene(
     await acme.create_grant("tone", "strict")
     caller, revoked, throwaway = [await acme.create_key(roles=["caller"]) for _ in range(3)]
     await acme.revoke_key(revoked.key.id)
+    organization = f"group-{uuid.uuid4().hex[:8]}"
+    await operator.create_organization(organization)
+    await operator.create_tenant(f"{organization}--team", organization=organization)
+    chief, spare_chief = [await operator.create_organization_key(roles=["owner"], organization=organization) for _ in range(2)]
     node_secret, _ = await _enrolled(stack, operator, model_base)
     _, node_id = await _enrolled(stack, operator, model_base)
     async with grpc.aio.insecure_channel(stack.state.control) as channel:
@@ -73,6 +77,7 @@ async def scene(
             "revoked key": revoked.secret,
             "node": node_secret,
             "operator": stack.state.operator_key,
+            "organization": chief.secret,
         },
         base=model_base,
         current=current,
@@ -82,6 +87,9 @@ async def scene(
         grant=granted.grant,
         blob=granted.blobs[0].digest,
         files=AdapterFiles.of(make_adapter_folder(tmp_path / "matrix", model_base)),
+        organization=organization,
+        organization_tenant=f"{organization}--team",
+        organization_key_id=spare_chief.key.id,
     )
 
 

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from buf.validate import validate_pb2
-from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, tenants_pb2
+from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, organizations_pb2, tenants_pb2
 from veneer.dataplane.v1 import admin_pb2, generation_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +94,8 @@ def test_the_rules_of_a_message_compile(descriptor: Descriptor) -> None:
         tenants_pb2.CreateKeyRequest(roles=[tenants_pb2.ROLE_OWNER, tenants_pb2.ROLE_CALLER], lifetime=Duration(seconds=1)),
         tenants_pb2.CreateKeyRequest(tenant="acme", roles=[tenants_pb2.ROLE_CALLER]),
         tenants_pb2.RevokeKeyRequest(id=UUID),
+        organizations_pb2.Organization(name="acme-group"),
+        organizations_pb2.CreateOrganizationKeyRequest(roles=[tenants_pb2.ROLE_OWNER, tenants_pb2.ROLE_AUDITOR]),
         catalog_pb2.PublishRequest(header=catalog_pb2.PublishHeader(adapter="support.v2_x-y", base="tiny", request_id="1")),
         catalog_pb2.PublishRequest(part=part(data=b"x" * 1048576)),
         catalog_pb2.SetAliasRequest(adapter="a", arms=[catalog_pb2.Arm(version=DIGEST, weight=1)]),
@@ -128,6 +130,8 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         (tenants_pb2.Tenant(name="-acme"), "name", "string.pattern"),
         (tenants_pb2.Tenant(name="a" * 64), "name", "string.pattern"),
         (tenants_pb2.RevokeKeyRequest(id="1"), "id", "string.uuid"),
+        (organizations_pb2.Organization(name="acme--group"), "name", "string.pattern"),
+        (organizations_pb2.Organization(name="a" * 31), "name", "string.max_len"),
         (catalog_pb2.PublishHeader(adapter="A", base="b", request_id="1"), "adapter", "string.pattern"),
         (catalog_pb2.PublishHeader(adapter="a/../b", base="b", request_id="1"), "adapter", "string.pattern"),
         (generation_pb2.ChatMessage(role="tool"), "role", "string.in"),
@@ -162,6 +166,7 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         # enums
         (part(file=99), "file", "enum.defined_only"),
         (part(file=0), "file", "enum.not_in"),
+        (organizations_pb2.CreateOrganizationKeyRequest(roles=[tenants_pb2.ROLE_CALLER]), "roles", "enum.in"),
         (request(fallback=99), "fallback", "enum.defined_only"),
         (request(priority=101), "priority", "int32.gte_lte"),
         (tenants_pb2.CreateKeyRequest(roles=[0]), "roles", "enum.not_in"),

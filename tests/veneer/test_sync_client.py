@@ -25,8 +25,9 @@ from veneer.dataplane.v1 import generation_pb2_grpc
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError, VeneerError
 from veneer.loop_thread import LoopThread
 from veneer.operator_client import OperatorClient
+from veneer.organization_client import OrganizationClient
 from veneer.server import PlaneServer, ServerOptions, Service
-from veneer.sync_client import SyncClient, SyncOperatorClient
+from veneer.sync_client import SyncClient, SyncOperatorClient, SyncOrganizationClient
 
 
 @pytest.fixture
@@ -89,7 +90,9 @@ def surface(kind: type) -> dict[str, inspect.Signature]:
     return {name: inspect.signature(one) for name, one in inspect.getmembers(kind, inspect.isroutine) if name[0] != "_"}
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(SyncClient, Client), (SyncOperatorClient, OperatorClient)])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(SyncClient, Client), (SyncOperatorClient, OperatorClient), (SyncOrganizationClient, OrganizationClient)]
+)
 def test_methods_arguments_and_results_are_those_of_the_asynchronous_client(ours: type, theirs: type[Connection]) -> None:
     expected = surface(theirs)
     for name, signature in expected.items():

@@ -8,7 +8,21 @@ from typing import Annotated
 
 import typer
 
-from veneer.cli import audit, canaries, catalog, checking, generation, nodes, operations, pins, stack, tenants, top, usage
+from veneer.cli import (
+    audit,
+    canaries,
+    catalog,
+    checking,
+    generation,
+    nodes,
+    operations,
+    organizations,
+    pins,
+    stack,
+    tenants,
+    top,
+    usage,
+)
 from veneer.cli.output import print_error, print_fault
 from veneer.cli.target import DEFAULT_STATE, Target
 from veneer.errors import VeneerError
@@ -36,6 +50,7 @@ def options(
             envvar="VENEER_OPERATOR_KEY_FILE", help="File with it.", exists=True, dir_okay=False, rich_help_panel=_GROUP
         ),
     ] = None,
+    org_key: Annotated[str, typer.Option(envvar="VENEER_ORG_KEY", help="Key of an organisation.", rich_help_panel=_GROUP)] = "",
     control: Annotated[str, typer.Option(envvar="VENEER_CONTROL", help="Control plane, host:port.", rich_help_panel=_GROUP)] = "",
     data: Annotated[
         str, typer.Option(envvar="VENEER_DATA", help="Data planes, host:port with commas between.", rich_help_panel=_GROUP)
@@ -67,6 +82,7 @@ def options(
         data_operators=data_operators,
         key=key,
         operator_key=operator_key or ("" if operator_key_file is None else operator_key_file.read_text().strip()),
+        org_key=org_key,
         ca=ca,
     )
 
@@ -97,8 +113,9 @@ nodes.nodes.command("pin")(pins.pin)
 nodes.nodes.command("unpin")(pins.unpin)
 nodes.nodes.command("pins")(pins.pins)
 app.add_typer(nodes.nodes, name="node", help="Data planes (for operators).")
-app.add_typer(tenants.tenants, name="tenant", help="Tenants (for operators).")
-app.add_typer(tenants.keys, name="key", help="Keys of a tenant (for its owners, and with --tenant for operators).")
+app.add_typer(organizations.organizations, name="org", help="Organisations and their keys (for operators, and with --org-key).")
+app.add_typer(tenants.tenants, name="tenant", help="Tenants (for operators, and with --org-key for an organisation).")
+app.add_typer(tenants.keys, name="key", help="Keys of a tenant (for its owners; with --tenant for operators and organisations).")
 app.add_typer(tenants.grants, name="grant", help="Which other tenants may use an adapter.")
 
 

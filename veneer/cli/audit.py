@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ _MAX_VALUE = 60
 def audit(
     context: typer.Context,
     *,
-    tenant: Annotated[str, typer.Option(help="As an operator, for this tenant; else for the tenant of the key in use.")] = "",
+    tenant: Annotated[str, typer.Option(help="As an operator or organisation, for this tenant; else for that of the key.")] = "",
     installation: Annotated[
         bool, typer.Option("--installation", help="As an operator, for what is no tenant's: bases, data planes, operators.")
     ] = False,
@@ -32,14 +33,16 @@ def audit(
         raise typer.BadParameter("name a tenant or --installation, not both")
 
     async def run() -> list[tenants_pb2.AuditEntry]:
-        async with target.operator() if tenant or installation else target.client() as client:
+        async with target.operator() if installation else target.keeper(tenant) as client:
             return await client.audit(tenant=tenant, limit=limit)
 
     found = asyncio.run(run())
-    if as_json:
-        print_json(found)
-        return
-    rows = [(when(one.create_time), one.actor, f"{one.action} {one.object}", changed(one.before, one.after)) for one in found]
+    print_json(found) if as_json else print_writes(found)
+
+
+def print_writes(entries: Sequence[tenants_pb2.AuditEntry]) -> None:
+    """Prints entries as a table."""
+    rows = [(when(one.create_time), one.actor, f"{one.action} {one.object}", changed(one.before, one.after)) for one in entries]
     print_table("writes", ("when", "by", "what", "change"), rows)
 
 

@@ -19,14 +19,23 @@ from rich.text import Text
 from veneer.errors import VeneerError
 
 _HINTS = {
-    "UNAUTHENTICATED": "Check the key: --key or VENEER_API_KEY for tenants, --operator-key or VENEER_OPERATOR_KEY for operators.",
+    "UNAUTHENTICATED": (
+        "Check the key: --key or VENEER_API_KEY for tenants, --org-key or VENEER_ORG_KEY for organisations,"
+        " --operator-key or VENEER_OPERATOR_KEY for operators."
+    ),
     "PERMISSION_DENIED": "The key lacks a role. `veneer key list` shows its roles; an owner or operator can create another key.",
     "UNAVAILABLE": "Is it running? `veneer status` tells, `veneer up` starts it here, --control and --data name others.",
     "ABORTED": "Somebody else moved it first. Look again and repeat.",
-    "NOT_FOUND": "`veneer adapters` lists what your tenant has, `veneer grant list` what others share with it.",
+    "NOT_FOUND": (
+        "`veneer adapters` lists what your tenant has, `veneer grant list` what others share with it,"
+        " `veneer tenant list` an organisation's tenants."
+    ),
     "ALREADY_EXISTS": "`veneer adapters`, `veneer versions` and `list` show what there is; choose another name, or use that.",
     "FAILED_PRECONDITION": "`veneer adapters` and `veneer versions ADAPTER` show how things stand; put that right and repeat.",
-    "RESOURCE_EXHAUSTED": "Wait and repeat; if it stays, an operator can raise it: `veneer tenant limit`, `veneer tenant quota`.",
+    "RESOURCE_EXHAUSTED": (
+        "Wait and repeat; if it stays, an operator can raise it: `veneer tenant limit`, `veneer tenant quota`,"
+        " `veneer org quota`."
+    ),
     "DEADLINE_EXCEEDED": "It took longer than it may. `veneer status` shows the load; repeat, or give it more time.",
     "DATA_LOSS": "The stored files are damaged. Publish the adapter again, under a new version.",
     "INTERNAL": "That is a fault of the service. Its log names the request; repeat, and tell its operator if it stays.",

@@ -10,8 +10,10 @@ from veneer.client import Client
 from veneer.errors import UnauthenticatedError
 from veneer.local.state import StackState, read_state
 from veneer.operator_client import OperatorClient
+from veneer.organization_client import OrganizationClient
 from veneer.replicas import read_addresses
 
+_CONTROL = "127.0.0.1:7600"
 DEFAULT_STATE = Path.home() / ".local" / "state" / "veneer"
 
 
@@ -27,6 +29,7 @@ class Target:
         data_operators: Data plane, operators.
         key: Key of a tenant.
         operator_key: Key of an operator.
+        org_key: Key of an organisation.
         ca: PEM authorities; given, TLS is used.
     """
 
@@ -37,6 +40,7 @@ class Target:
     data_operators: str = ""
     key: str = ""
     operator_key: str = ""
+    org_key: str = ""
     ca: Path | None = None
 
     @property
@@ -56,7 +60,7 @@ class Target:
         key = self.key or (state.tenant_key if state else "")
         if not key:
             raise UnauthenticatedError("there is no tenant key: give --key or set VENEER_API_KEY (`veneer key create` makes one)")
-        control = self.control or (state.control if state else "127.0.0.1:7600")
+        control = self.control or (state.control if state else _CONTROL)
         data = self.data or (state.data if state else "127.0.0.1:7700")
         return Client(control=control, data=data, key=key, tls=self._tls)
 
@@ -72,6 +76,35 @@ class Target:
             raise UnauthenticatedError("there is no operator key: give --operator-key or set VENEER_OPERATOR_KEY")
         control = self.control_operators or (state.control_operators if state else "127.0.0.1:7601")
         return OperatorClient(control=control, data=data or ",".join(self.operator_addresses), key=key, tls=self._tls)
+
+    def steward(self) -> OperatorClient | OrganizationClient:
+        """A client with the organisation's key, where one was given, else with the operator's.
+
+        Raises:
+            UnauthenticatedError: There is neither.
+        """
+        return self.organization() if self.org_key else self.operator()
+
+    def organization(self) -> OrganizationClient:
+        """A client with the organisation's key.
+
+        Raises:
+            UnauthenticatedError: There is no key.
+        """
+        if not self.org_key:
+            hint = "give --org-key or set VENEER_ORG_KEY (`veneer org key create` makes one)"
+            raise UnauthenticatedError(f"there is no organisation's key: {hint}")
+        state = self.state
+        control = self.control or (state.control if state else _CONTROL)
+        return OrganizationClient(control=control, key=self.org_key, tls=self._tls)
+
+    def keeper(self, tenant: str) -> Client | OperatorClient | OrganizationClient:
+        """Who speaks for a tenant: an organisation or operator where the tenant is named, else the tenant itself.
+
+        Raises:
+            UnauthenticatedError: There is no such key.
+        """
+        return self.steward() if tenant else self.client()
 
     @property
     def operator_addresses(self) -> list[str]:

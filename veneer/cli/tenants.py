@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import typer
 
 from veneer.cli.output import note, print_json, print_table, say, when
 from veneer.cli.target import Target
-from veneer.client import Client
 from veneer.controlplane.v1 import tenants_pb2
+from veneer.errors import InvalidArgumentError, Violation
 from veneer.operator_client import OperatorClient
 
 tenants = typer.Typer(no_args_is_help=True)
@@ -24,7 +25,8 @@ _POLICIES = {
 }
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-OfTenant = Annotated[str, typer.Option(help="As an operator, for this tenant; else for the tenant of the key in use.")]
+OfTenant = Annotated[str, typer.Option(help="As an operator or organisation, for this tenant; else for that of the key.")]
+OfOrganization = Annotated[str, typer.Option("--org", help="As an operator, of this organisation.")]
 
 
 @tenants.command("create")
@@ -34,15 +36,20 @@ def create_tenant(
     *,
     weight: Annotated[int, typer.Option(help="Share of capacity relative to other tenants.", min=1, max=1000)] = 1,
     forbid_fallback: Annotated[bool, typer.Option("--forbid-fallback", help="The base never answers for an adapter.")] = False,
+    organization: OfOrganization = "",
     json: Json = False,
 ) -> None:
-    """Create a tenant."""
+    """Create a tenant; with an organisation's key one of its own, which is called ORGANISATION--NAME."""
     target: Target = context.obj
     policy = tenants_pb2.FALLBACK_POLICY_FORBIDDEN if forbid_fallback else tenants_pb2.FALLBACK_POLICY_ALLOWED
 
     async def run() -> tenants_pb2.Tenant:
-        async with target.operator() as operator:
-            return await operator.create_tenant(name, fallback=policy, weight=weight)
+        async with target.steward() as client:
+            if isinstance(client, OperatorClient):
+                return await client.create_tenant(name, fallback=policy, weight=weight, organization=organization)
+            if weight != 1:
+                raise InvalidArgumentError.of([Violation("--weight", "is for operators to set")])
+            return await client.create_tenant(name, fallback=policy)
 
     tenant = asyncio.run(run())
     print_json(tenant) if json else say(
@@ -70,7 +77,7 @@ def limit_tenant(
             )
 
     tenant = asyncio.run(run())
-    print_json(tenant) if json else say(f"{tenant.name}: {_limits(tenant.limits)}; data planes follow within 5 s")
+    print_json(tenant) if json else say(f"{tenant.name}: {limits_text(tenant.limits)}; data planes follow within 5 s")
 
 
 @tenants.command("quota")
@@ -100,17 +107,17 @@ def set_quotas(
             )
 
     tenant = asyncio.run(run())
-    print_json(tenant) if json else say(f"{tenant.name}: {_quotas(tenant.quotas)}; data planes follow within 5 s")
+    print_json(tenant) if json else say(f"{tenant.name}: {quotas_text(tenant.quotas)}; data planes follow within 5 s")
 
 
 @tenants.command("list")
-def list_tenants(context: typer.Context, *, json: Json = False) -> None:
-    """List the tenants."""
+def list_tenants(context: typer.Context, *, organization: OfOrganization = "", json: Json = False) -> None:
+    """List the tenants; with an organisation's key its own."""
     target: Target = context.obj
 
     async def run() -> list[tenants_pb2.Tenant]:
-        async with target.operator() as operator:
-            return await operator.tenants()
+        async with target.steward() as client:
+            return await client.tenants(organization=organization)
 
     found = asyncio.run(run())
     if json:
@@ -118,9 +125,9 @@ def list_tenants(context: typer.Context, *, json: Json = False) -> None:
         return
     rows = []
     for one in found:
-        numbers = (max(one.weight, 1), _limits(one.limits), _quotas(one.quotas))
-        rows.append((one.name, *numbers, _fallback_text(one), when(one.create_time)))
-    print_table("tenants", ("name", "weight", "limits", "quotas", "fallback", "created"), rows)
+        numbers = (max(one.weight, 1), limits_text(one.limits), quotas_text(one.quotas))
+        rows.append((one.name, one.organization or "–", *numbers, _fallback_text(one), when(one.create_time)))
+    print_table("tenants", ("name", "organisation", "weight", "limits", "quotas", "fallback", "created"), rows)
 
 
 @tenants.command("fallback")
@@ -143,7 +150,7 @@ def set_fallback(
     mode = tenants_pb2.DefaultFallback.Value(f"DEFAULT_FALLBACK_{default.replace('-', '_').upper()}")
 
     async def run() -> tenants_pb2.Tenant:
-        async with _keeper(target, tenant) as client:
+        async with target.keeper(tenant) as client:
             return await client.set_fallback(_POLICIES[policy], default=mode, tenant=tenant)
 
     stored = asyncio.run(run())
@@ -164,7 +171,7 @@ def create_key(
     target: Target = context.obj
 
     async def run() -> tenants_pb2.CreateKeyResponse:
-        async with _keeper(target, tenant) as client:
+        async with target.keeper(tenant) as client:
             return await client.create_key(roles=role, tenant=tenant, label=label, lifetime_s=lifetime_s)
 
     response = asyncio.run(run())
@@ -191,7 +198,7 @@ def rotate_key(
     target: Target = context.obj
 
     async def run() -> tenants_pb2.RotateKeyResponse:
-        async with _keeper(target, tenant) as client:
+        async with target.keeper(tenant) as client:
             return await client.rotate_key(key_id, tenant=tenant, overlap_s=overlap_s, lifetime_s=lifetime_s)
 
     response = asyncio.run(run())
@@ -208,26 +215,14 @@ def list_keys(context: typer.Context, *, tenant: OfTenant = "", json: Json = Fal
     target: Target = context.obj
 
     async def run() -> list[tenants_pb2.Key]:
-        async with _keeper(target, tenant) as client:
+        async with target.keeper(tenant) as client:
             return await client.keys(tenant=tenant)
 
     found = asyncio.run(run())
     if json:
         print_json(found)
         return
-    rows = [
-        (
-            one.id,
-            ", ".join(_role_names(one)),
-            one.label,
-            when(one.create_time),
-            when(one.expire_time),
-            when(one.revoke_time),
-            one.successor,
-        )
-        for one in found
-    ]
-    print_table("keys", ("id", "roles", "label", "created", "expires", "revoked", "rotated to"), rows)
+    print_keys(found)
 
 
 @keys.command("revoke")
@@ -241,7 +236,7 @@ def revoke_key(
     target: Target = context.obj
 
     async def run() -> tenants_pb2.Key:
-        async with _keeper(target, tenant) as client:
+        async with target.keeper(tenant) as client:
             return await client.revoke_key(key_id, tenant=tenant)
 
     say(f"revoked {asyncio.run(run()).id}")
@@ -306,12 +301,7 @@ def _fallback_text(tenant: tenants_pb2.Tenant) -> str:
     return f"{policy}, by default {default.lower().replace('_', '-')}"
 
 
-def _keeper(target: Target, tenant: str) -> Client | OperatorClient:
-    """Who manages the keys: an operator when a tenant was named, else the tenant itself."""
-    return target.operator() if tenant else target.client()
-
-
-def _limits(limits: tenants_pb2.TenantLimits) -> str:
+def limits_text(limits: tenants_pb2.TenantLimits) -> str:
     """What a tenant may use at most, in words."""
     given = (
         (limits.max_rank_rows, "rank rows"),
@@ -321,7 +311,7 @@ def _limits(limits: tenants_pb2.TenantLimits) -> str:
     return ", ".join(f"{number:,} {unit}" for number, unit in given if number) or "none of its own"
 
 
-def _quotas(quotas: tenants_pb2.TenantQuotas) -> str:
+def quotas_text(quotas: tenants_pb2.TenantQuotas) -> str:
     """What a tenant may use at most in all, in words."""
     given = (
         (quotas.max_requests_per_minute, "requests/min"),
@@ -335,3 +325,20 @@ def _quotas(quotas: tenants_pb2.TenantQuotas) -> str:
 
 def _role_names(key: tenants_pb2.Key) -> list[str]:
     return [tenants_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in key.roles]
+
+
+def print_keys(keys: Sequence[tenants_pb2.Key]) -> None:
+    """Prints keys as a table."""
+    rows = [
+        (
+            one.id,
+            ", ".join(_role_names(one)),
+            one.label,
+            when(one.create_time),
+            when(one.expire_time),
+            when(one.revoke_time),
+            one.successor,
+        )
+        for one in keys
+    ]
+    print_table("keys", ("id", "roles", "label", "created", "expires", "revoked", "rotated to"), rows)

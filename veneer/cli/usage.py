@@ -20,7 +20,7 @@ def usage(
     *,
     by: Annotated[Literal["hour", "day"], typer.Option(help="What a row sums up; days are those of UTC.")] = "day",
     days: Annotated[int, typer.Option(help="How far back.", min=1, max=3650)] = 30,
-    tenant: Annotated[str, typer.Option(help="As an operator, for this tenant; else for the tenant of the key in use.")] = "",
+    tenant: Annotated[str, typer.Option(help="As an operator or organisation, for this tenant; else for that of the key.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List what a tenant's requests used, by adapter, latest first."""
@@ -28,7 +28,7 @@ def usage(
     since = datetime.now(UTC) - timedelta(days=days)
 
     async def run() -> list[tenants_pb2.Usage]:
-        async with target.operator() if tenant else target.client() as client:
+        async with target.keeper(tenant) as client:
             return await client.usage(tenant=tenant, period=_PERIODS[by], since=since)
 
     found = asyncio.run(run())

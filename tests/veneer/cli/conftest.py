@@ -34,6 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         "API_KEY",
         "OPERATOR_KEY",
         "OPERATOR_KEY_FILE",
+        "ORG_KEY",
         "CONTROL",
         "DATA",
         "CONTROL_OPERATORS",

@@ -146,6 +146,44 @@ def test_another_tenant_uses_a_granted_adapter_and_no_other(veneer: Run, make_fo
     assert "32 rank rows" in ok(veneer("tenant", "list"))
 
 
+def test_an_organisation_manages_its_tenants_from_the_command_line(veneer: Run) -> None:
+    ok(veneer("org", "create", "guild", "--max-tenants", 2, "--tenant-streams", 3))
+    chief = ok(veneer("org", "key", "create", "--org", "guild", "--role", "owner", "--role", "auditor")).strip()
+    assert SECRET.fullmatch(chief)
+    asking = ("--org-key", chief)
+    assert "guild--smiths" in ok(veneer(*asking, "tenant", "create", "guild--smiths"))
+    assert "must begin with 'guild--'" in veneer(*asking, "tenant", "create", "smiths").err
+    assert "--weight" in veneer(*asking, "tenant", "create", "guild--rich", "--weight", 9).err
+    ok(veneer("tenant", "create", "guests-of-guild"))
+    assert "belongs to organisation guild" in ok(veneer("org", "adopt", "guild", "guests-of-guild"))
+    exhausted = veneer(*asking, "tenant", "create", "guild--third")
+    assert (exhausted.status, "veneer org quota" in exhausted.err) == (1, True)
+    assert [one["name"] for one in json.loads(ok(veneer(*asking, "tenant", "list", "--json")))] == [
+        "guests-of-guild",
+        "guild--smiths",
+    ]
+    assert "3 streams" in ok(veneer("tenant", "list", "--org", "guild"))
+    key = json.loads(ok(veneer(*asking, "key", "create", "--tenant", "guild--smiths", "--role", "caller", "--json")))
+    ok(veneer(*asking, "key", "revoke", key["key"]["id"], "--tenant", "guild--smiths"))
+    assert "insert keys" in ok(veneer(*asking, "audit", "--tenant", "guild--smiths"))
+    assert "usage: none" in ok(veneer(*asking, "usage", "--tenant", "guild--smiths"))
+    assert "NOT_FOUND" in veneer(*asking, "usage", "--tenant", "acme").err
+
+    shown = json.loads(ok(veneer(*asking, "org", "show", "--json")))
+    assert (shown["organization"]["quotas"]["max_tenants"], shown["use"]["num_tenants"]) == ("2", "2")
+    assert "guild--NAME" in ok(veneer("org", "show", "guild"))
+    assert "5 adapters" in ok(veneer("org", "quota", "guild", "--max-adapters", 5))
+    assert "guild" in ok(veneer("org", "list"))
+    assert "max_adapters 0 → 5" in ok(veneer(*asking, "org", "audit"))
+    [listed] = json.loads(ok(veneer(*asking, "org", "key", "list", "--json")))
+    second = ok(veneer(*asking, "org", "key", "rotate", listed["id"], "--overlap-s", 0)).strip()
+    assert "UNAUTHENTICATED" in veneer(*asking, "org", "show").err
+    assert "owner" in ok(veneer("--org-key", second, "org", "key", "list"))
+    newest = json.loads(ok(veneer("org", "key", "list", "--org", "guild", "--json")))[0]["id"]
+    assert "revoked" in ok(veneer("org", "key", "revoke", newest, "--org", "guild"))
+    assert "UNAUTHENTICATED" in veneer("--org-key", second, "org", "show").err
+
+
 def test_a_key_is_rotated_and_its_auditor_reads_who_did_it(veneer: Run) -> None:
     ok(veneer("tenant", "create", "audited"))
     first = json.loads(ok(veneer("key", "create", "--tenant", "audited", "--role", "auditor", "--json")))

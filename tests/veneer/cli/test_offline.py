@@ -12,8 +12,11 @@ from veneer.artifact import BaseDescription
 from veneer.cli.audit import changed
 from veneer.cli.output import plain, print_error, size
 from veneer.cli.target import Target
+from veneer.client import Client
 from veneer.errors import InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError, VeneerError, Violation
 from veneer.local.state import StackState, write_state
+from veneer.operator_client import OperatorClient
+from veneer.organization_client import OrganizationClient
 
 KEY = "vnr_" + "k" * 43
 STATE = StackState(
@@ -108,6 +111,16 @@ def test_a_local_key_never_travels_to_another_plane(tmp_path: Path) -> None:
             Target(state_folder=tmp_path, **elsewhere).client()
         with pytest.raises(UnauthenticatedError):
             Target(state_folder=tmp_path, **elsewhere).operator()
+
+
+def test_an_organisations_key_goes_before_an_operators_and_is_asked_for_by_name(tmp_path: Path) -> None:
+    write_state(tmp_path, STATE)
+    assert isinstance(Target(state_folder=tmp_path).steward(), OperatorClient)
+    assert isinstance(Target(state_folder=tmp_path, org_key="k", operator_key="o").steward(), OrganizationClient)
+    assert isinstance(Target(state_folder=tmp_path, org_key="k").keeper("acme"), OrganizationClient)
+    assert isinstance(Target(state_folder=tmp_path, org_key="k").keeper(""), Client)
+    with pytest.raises(UnauthenticatedError, match="VENEER_ORG_KEY"):
+        Target(state_folder=tmp_path).organization()
 
 
 def test_what_others_wrote_cannot_steer_the_terminal() -> None:
