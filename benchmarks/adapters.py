@@ -43,7 +43,7 @@ def sections(scale: Scale) -> dict[str, Callable[[], list[Row]]]:
             count=count,
             unit_bytes=EngineConfig(model_dir="").arena_unit_bytes,
         ),
-        "copy": lambda: measure_copy(ImageFolder(folder, model, rank=16), count=8, turns=6),
+        "copy": lambda: measure_copy(ImageFolder(folder, model, rank=16), count=12, turns=30),
         "load": lambda: asyncio.run(measure_load(images, room=scale.room, seconds=seconds, rounds=scale.rounds)),
         "store": lambda: _on_stack(folder, scale, lambda stack: measure_store(stack, count=100 if scale is FULL else 20)),
         "cycles": lambda: _on_stack(folder, scale, lambda stack: measure_cycles(stack, first=cycles[0], last=cycles[1])),

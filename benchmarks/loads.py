@@ -31,7 +31,6 @@ RESIDENT = 16
 VISITORS_PER_S = 5
 PAIRS_PER_S = 4
 """Pairs of visitors that are sent for each second that visitors come at a rate."""
-_LEAST_OF = 3
 WARM = 4
 """Adapters of the resident streams."""
 OUTPUT = 200
@@ -135,9 +134,9 @@ def measure_copy(images: ImageFolder, *, count: int, turns: int) -> list[Row]:
     """Brings adapters from host memory to an arena, in turns with one plain copy of as many bytes into another one.
 
     A load is what the copying thread does and what the step loop does then; waking up is neither's. Both sides read mapped files
-    and write memory whose pages were touched before. Each pair of figures is the least of three of either side, which alternate
-    and begin in turns, so that neither what others take of the processor nor what lies in its caches is counted against one of
-    them.
+    and write memory whose pages were touched before, and what each reads was read last by the other, so many images ago that the
+    processor's caches have forgotten it. What other processes take of the processor is left out: of each image either side's
+    quickest counts.
     """
     numbers = [number for number in range(4 * count) if number % 10 < 3][:count]
     config, model = EngineConfig(model_dir=str(images.model), max_slots=8), read_config(images.model)
@@ -157,26 +156,26 @@ def measure_copy(images: ImageFolder, *, count: int, turns: int) -> list[Row]:
 
     wake = threading.Event()
     adapters, other = DeviceAdapters(config, arena(), wake=wake), arena().tensor.view(torch.uint8).numpy()
-    loads: list[float] = []
-    copies: list[float] = []
+    took: dict[str, dict[int, float]] = {"load": {}, "copy": {}}
     payloads = {number: open_image(images.path(number)).payload for number in numbers}
     try:
         for number in numbers:
             adapters.stage(images.version(number), str(images.path(number)))
         for turn, (place, number) in itertools.product(range(1 + turns), enumerate(numbers)):
-            took: dict[str, list[float]] = {"load": [], "copy": []}
-            for again in range(_LEAST_OF):
-                for side in sorted(took, reverse=bool((turn + place + again) % 2)):
-                    seconds = _load(adapters, images.version(number), wake) if side == "load" else _copy(other, payloads[number])
-                    took[side].append(seconds)
-            if turn:  # the first touches pages of the files
-                loads.append(min(took["load"]))
-                copies.append(min(took["copy"]))
+            copied = numbers[(place + count // 2) % count]
+            for side in sorted(took, reverse=bool((turn + place) % 2)):
+                if side == "load":
+                    at, seconds = number, _load(adapters, images.version(number), wake)
+                else:
+                    at, seconds = copied, _copy(other, payloads[copied])
+                if turn:  # the first touches pages of the files
+                    took[side][at] = min(seconds, took[side].get(at, seconds))
     finally:
         adapters.stop()
-    load_s, copy_s, size = statistics.median(loads), statistics.median(copies), payloads[numbers[0]].size
+    load_s, copy_s = (statistics.median(times.values()) for times in took.values())
+    size = payloads[numbers[0]].size
     print(f"load {load_s * 1e3:.2f} ms, copy {copy_s * 1e3:.2f} ms, of {size / 1e6:.1f} MB", flush=True)
-    ratio = statistics.median(load / copy for load, copy in zip(loads, copies, strict=True))
+    ratio = statistics.median(took["load"][number] / took["copy"][number] for number in numbers)
     return [Row("load_vs_copy", ratio, target="<= 1.25"), Row("load_ms", load_s * 1e3, unit="ms")]
 
 

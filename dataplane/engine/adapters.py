@@ -361,7 +361,7 @@ class DeviceAdapters:
             self._give_up(plan, opened)
             self._refuse(file, error)
             return
-        self._done.put(_Copied(plan, blocks, image.rank, image.num_bytes, time.monotonic() - started))
+        self._done.put(_Copied(plan, blocks, opened.rank, image.num_bytes, time.monotonic() - started))
         self._wake.set()
 
     def _give_up(self, plan: LoadPlan, opened: HostImage | None) -> None:

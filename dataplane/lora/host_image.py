@@ -58,6 +58,11 @@ class HostImage:
         return self._path
 
     @property
+    def rank(self) -> int:
+        """Largest rank of the image, which each load asks for."""
+        return self._rank
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that are mapped."""
         return self._image.num_bytes
@@ -92,7 +97,8 @@ class HostImage:
         image = open_image(self._path, version=self._version, dtype=self._dtype, computing=self._computing)
         with self._computing:
             self._check(image)
-            _ = image.grid  # each load asks for it
+            _ = image.grid  # each load asks for it, and for the rank
+            self._rank = image.rank
         is_old = time.time_ns() - stamp[0] > _RACY_NS
         self._stamp = stamp if is_old else None
         return image
