@@ -29,7 +29,7 @@ from dataplane.lora.eviction import Recency
 from dataplane.lora.host_cache import HostCache
 from dataplane.metering import Metering
 from dataplane.metrics import Metrics
-from dataplane.options import control_plane_ca, engine_config
+from dataplane.options import control_plane_ca, engine_config, tenant_limits
 from dataplane.outcomes import OutcomeReporter, Outcomes
 from dataplane.pins import PinLimits, Pins
 from dataplane.prefetcher import Prefetcher
@@ -37,7 +37,6 @@ from dataplane.prober import Prober
 from dataplane.quotas import Quotas
 from dataplane.residency_feed import ResidencyFeed
 from dataplane.residency_reports import ResidencyReporter
-from dataplane.resolution import TenantLimits
 from dataplane.resolve_cache import ResolveCache, Subject
 from dataplane.server import make_server
 from dataplane.servicer import GenerationServicer
@@ -201,11 +200,7 @@ class Node:
         outcomes = Outcomes()
         self.outcomes = OutcomeReporter(outcomes, self.client.reports.outcomes)
         self.usage = UsageReporter(settings.usage_journals, self.client.reports.usage, on_lost=self.metrics.usage_lost)
-        limits = TenantLimits(
-            max_rank_rows=settings.max_rank_rows_per_tenant,
-            max_arena_bytes=settings.max_arena_bytes_per_tenant,
-            max_host_bytes=settings.max_host_bytes_per_tenant,
-        )
+        limits = tenant_limits(settings)
         self.generator = Generator(
             outcomes=outcomes,
             resolver=self.resolver,

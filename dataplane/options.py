@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dataplane.engine.config import EngineConfig
+from dataplane.resolution import TenantLimits
 from dataplane.settings import Settings
 from veneer.errors import InvalidArgumentError, Violation
 from veneer.server import ServerOptions, Tls
@@ -41,6 +42,15 @@ def engine_config(settings: Settings, base_digest: str) -> EngineConfig:
         rank_row_price=settings.rank_row_price,
         load_mib_price=settings.load_mib_price,
         base_digest=base_digest,
+    )
+
+
+def tenant_limits(settings: Settings) -> TenantLimits:
+    """Returns what a tenant may use at most of whom the catalogue says nothing else."""
+    return TenantLimits(
+        max_rank_rows=settings.max_rank_rows_per_tenant,
+        max_arena_bytes=settings.max_arena_bytes_per_tenant,
+        max_host_bytes=settings.max_host_bytes_per_tenant,
     )
 
 
