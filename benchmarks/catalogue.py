@@ -225,6 +225,17 @@ async def measure_store(stack: Stack, *, count: int) -> list[Row]:
     ]
 
 
+async def _settled(stack: Stack, *, readings: int = 10) -> dict[str, int]:
+    """Returns the least of some readings of what each process holds: what one takes for a moment is not held."""
+    least: dict[str, int] = {}
+    for _ in range(readings):
+        await asyncio.sleep(0.5)
+        for name, process in stack.processes().items():
+            held = process.memory_info().rss
+            least[name] = min(held, least.get(name, held))
+    return least
+
+
 async def measure_cycles(stack: Stack, *, first: int, last: int) -> list[Row]:
     """Publishes versions, has each serve a request, and retires the one before; compares what the processes hold."""
     held: dict[int, dict[str, int]] = {}
@@ -241,7 +252,7 @@ async def measure_cycles(stack: Stack, *, first: int, last: int) -> list[Row]:
                 await client.retire(adapter, before)
             before = version
             if cycle in (first, last):
-                held[cycle] = {name: process.memory_info().rss for name, process in stack.processes().items()}
+                held[cycle] = await _settled(stack)
                 print(f"after {cycle} cycles: " + ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in held[cycle].items()))
     ratios = {name: held[last][name] / held[first][name] for name in held[last]}
     return [

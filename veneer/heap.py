@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import sys
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 _NUM_ARENAS = 2
 _LARGE_BYTES = 256 << 10
+_TRIM_S = 30.0
 
 
 def bound_heap() -> None:
@@ -24,3 +26,16 @@ def bound_heap() -> None:
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, _NUM_ARENAS)
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+async def keep_trimmed(*, interval_s: float = _TRIM_S) -> None:
+    """Gives free memory back from time to time, until cancelled; whoever runs it owns the process.
+
+    What lies free between what is held stays with the process otherwise: the control plane grew by half a megabyte in a hundred
+    publishes, of which a single trim gave all back. A trim of such a heap takes a few milliseconds, on another thread.
+    """
+    if sys.platform != "linux" or (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is None:
+        return
+    while True:
+        await asyncio.sleep(interval_s)
+        await asyncio.to_thread(trim, 0)

@@ -29,7 +29,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from veneer.access import OPEN_RULES, Authenticator, ListenerName, Rules, check_rules
 from veneer.call_records import CallMetrics
 from veneer.errors import InvalidArgumentError, UnavailableError, Violation
-from veneer.heap import bound_heap
+from veneer.heap import bound_heap, keep_trimmed
 from veneer.interceptors import CallInterceptor, Shortcut
 
 _LOG = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ class PlaneServer:
 
 
 def run_main(main: Coroutine[Any, Any, None]) -> None:
-    """Runs a process's main coroutine, with its heap bounded, on uvloop where it is installed and safe.
+    """Runs a process's main coroutine, with its heap bounded and trimmed, on uvloop where it is installed and safe.
 
     uvloop starts child processes by a fork, and gRPC's handlers of forks then crash about one child in a hundred before it
     begins (grpcio 1.85). They stay away only if the environment says so before gRPC is imported, as it does in the local stack
@@ -307,11 +307,20 @@ def run_main(main: Coroutine[Any, Any, None]) -> None:
     bound_heap()
     handlers_are_off = os.environ.get("GRPC_ENABLE_FORK_SUPPORT") in ("0", "false")  # noqa: TID251  no setting of ours
     if not handlers_are_off or importlib.util.find_spec("uvloop") is None:
-        asyncio.run(main)
+        asyncio.run(_trimmed(main))
         return
     import uvloop
 
-    uvloop.run(main)
+    uvloop.run(_trimmed(main))
+
+
+async def _trimmed(main: Coroutine[Any, Any, None]) -> None:
+    trimming = asyncio.create_task(keep_trimmed(), name="trim-heap")
+    try:
+        await main
+    finally:
+        trimming.cancel()
+        await asyncio.gather(trimming, return_exceptions=True)
 
 
 def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:

@@ -62,3 +62,37 @@ def test_threads_share_two_arenas_and_large_buffers_are_given_back(tmp_path: obj
     assert isinstance(num_arenas, int)
     assert num_arenas > 2, "the test can fail"
     assert not is_mapped
+
+
+_TRIMMING = """
+import asyncio, ctypes
+from veneer.heap import keep_trimmed
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+async def main():
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    held = [libc.malloc(16_000) for _ in range(4000)]
+    for address in held:
+        ctypes.memset(address, 1, 16_000)
+    for number, address in enumerate(held):
+        if number % 8:
+            libc.free(address)
+    before = resident()
+    task = asyncio.create_task(keep_trimmed(interval_s=0.01))
+    async with asyncio.timeout(60):
+        while resident() > before - (30 << 20):
+            await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap of another C library")
+def test_what_lies_free_between_what_is_held_is_given_back() -> None:
+    subprocess.run([sys.executable, "-c", _TRIMMING], check=True, timeout=100)
