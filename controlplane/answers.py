@@ -21,6 +21,7 @@ from controlplane.organization_tables import organization_requests
 from controlplane.probe_report import ProbeReport
 from veneer.artifact import Report
 from veneer.errors import AbortedError, InvalidArgumentError, VeneerError, Violation
+from veneer.signature import SignatureReport
 
 _T = TypeVar("_T")
 
@@ -174,4 +175,5 @@ def version_from_json(fields: Mapping[str, Any]) -> Version:
     retire_time = None if fields["retire_time"] is None else datetime.fromisoformat(fields["retire_time"])
     times = {"create_time": datetime.fromisoformat(fields["create_time"]), "retire_time": retire_time}
     report, probe = Report.from_fields(fields["report"]), ProbeReport.from_fields(fields.get("probe"))
-    return Version(**{**fields, **times, "report": report, "probe": probe})
+    signature = SignatureReport.from_fields(fields.get("signature"))
+    return Version(**{**fields, **times, "report": report, "probe": probe, "signature": signature})

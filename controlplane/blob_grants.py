@@ -8,7 +8,7 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -21,9 +21,11 @@ from controlplane import models
 from controlplane.blobs import Blobs, upload_folder
 from controlplane.catalog import NO_VERSION, READY
 from controlplane.db import NODE, Database, Scope, set_scope
+from controlplane.signatures import Trust, trust_of
 from controlplane.spool import CONFIG, WEIGHTS
 from controlplane.vault import Vault
 from veneer.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError
+from veneer.signature import SignatureError
 
 _PURPOSE = "blob-grant"
 _TAG_BYTES = 32
@@ -50,6 +52,7 @@ class BlobGrant:
     expire_time: datetime
     base_digest: str
     owner: str
+    trust: Trust
 
 
 class BlobGrants:
@@ -64,12 +67,18 @@ class BlobGrants:
         self._lifetime_s = lifetime_s
         self._clock = clock
 
-    async def give(self, node_id: str, version: str) -> BlobGrant:
+    async def give(self, node_id: str, version: str, *, judges_signatures: bool = True) -> BlobGrant:
         """Lets a node read the files of a version, and notes it: they are not removed from the store before the grant has ended.
+
+        Args:
+            node_id: The node.
+            version: Digest of the version.
+            judges_signatures: Whether the node judges the version's signature by itself; else it is judged here.
 
         Raises:
             NotFoundError: There is no such version.
-            FailedPreconditionError: It was retired or is quarantined, or is for another base than the node's.
+            FailedPreconditionError: It was retired or is quarantined, or is for another base than the node's, or its owner's
+                policy does not allow it with the signature that it has.
         """
         v, n = models.versions.c, models.nodes.c
         is_for_node = select(n.base_digest == v.base_digest).where(n.id == uuid.UUID(node_id)).scalar_subquery()
@@ -91,6 +100,9 @@ class BlobGrants:
             if row.state != READY:
                 raise FailedPreconditionError(f"version {version} is {row.state.lower()}")
             folder = upload_folder(version, row.upload)
+            trust = await trust_of(connection, found.tenant, version)
+            if not judges_signatures:
+                _refuse_untrusted(trust, {CONFIG: row.config_digest, WEIGHTS: row.weights_digest})
             await _note_lease(connection, found.tenant, folder, node_id=node_id, lifetime_s=self._lifetime_s)
         files = ((CONFIG, row.config_digest, row.config_bytes), (WEIGHTS, row.weights_digest, row.weights_bytes))
         blobs = [
@@ -99,7 +111,14 @@ class BlobGrants:
         ]
         token = self._seal({"node": node_id, "folder": folder, "files": [blob.digest for blob in blobs], "end": end})
         expire_time = datetime.fromtimestamp(end, UTC)
-        return BlobGrant(token=token, blobs=tuple(blobs), expire_time=expire_time, base_digest=row.base_digest, owner=row.tenant)
+        return BlobGrant(
+            token=token,
+            blobs=tuple(blobs),
+            expire_time=expire_time,
+            base_digest=row.base_digest,
+            owner=row.tenant,
+            trust=trust,
+        )
 
     def check(self, node_id: str, token: str, *, digest: str) -> str:
         """The folder of the store from which a node may read a file under a grant.
@@ -130,6 +149,13 @@ class BlobGrants:
             raise PermissionDeniedError("the grant is not valid")
         grant: dict[str, Any] = json.loads(body)
         return grant
+
+
+def _refuse_untrusted(trust: Trust, files: Mapping[str, str]) -> None:
+    try:
+        trust.judge(files)
+    except SignatureError as error:
+        raise FailedPreconditionError(error.message, violations=error.violations) from error
 
 
 async def _note_lease(connection: AsyncConnection, owner: str, folder: str, *, node_id: str, lifetime_s: float) -> None:

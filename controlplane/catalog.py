@@ -17,6 +17,7 @@ from controlplane.paging import page_limit, page_start, page_token
 from controlplane.probe_report import ProbeReport
 from veneer.artifact import Report
 from veneer.errors import NotFoundError
+from veneer.signature import SignatureReport
 
 READY = "READY"
 RETIRED = "RETIRED"
@@ -90,6 +91,7 @@ class Version:
     training_run: str = ""
     data_digest: str = ""
     probe: ProbeReport | None = None
+    signature: SignatureReport | None = None
 
 
 class Catalog:
@@ -236,6 +238,7 @@ def version_of(row: Row[Any]) -> Version:
         training_run=row.training_run,
         data_digest=row.data_digest,
         probe=ProbeReport.from_fields(row.probe),
+        signature=SignatureReport.from_fields(row.signature),
     )
 
 

@@ -82,6 +82,7 @@ class CatalogServicer(catalog_pb2_grpc.CatalogServiceServicer):
             data_digest=header.data_digest,
             alias=header.alias,
             probe=header.probe,
+            signature=header.signature,
         )
         published = await self._publisher.publish(current_identity().tenant, order, parts=_parts(requests))
         alias = None if published.alias is None else alias_message(published.alias)

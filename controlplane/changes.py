@@ -30,6 +30,7 @@ class ChangeKind(IntEnum):
     GRANT = 3
     KEY = 4
     PROBE = 5
+    TRUST = 6
 
 
 _KINDS = frozenset(ChangeKind)

@@ -33,6 +33,8 @@ class Lock(IntEnum):
     """Counting what is kept by all tenants of an organisation; the organisation."""
     TENANTS = 0x76650009
     """Counting the tenants of an organisation; the organisation."""
+    TRUST = 0x7665000A
+    """Counting whom a tenant trusts; the tenant."""
 
 
 _KEY = "CAST(:kind AS int), hashtext(:name)"

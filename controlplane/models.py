@@ -205,6 +205,7 @@ versions = Table(
     Column("training_run", Text, nullable=False, server_default=""),
     Column("data_digest", Text, nullable=False, server_default=""),
     Column("probe", JSONB(none_as_null=True)),
+    Column("signature", JSONB(none_as_null=True)),
     PrimaryKeyConstraint("tenant", "digest"),
     UniqueConstraint("digest"),
     UniqueConstraint("tenant", "adapter", "number"),

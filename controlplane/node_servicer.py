@@ -31,6 +31,7 @@ from controlplane.wire import (
 from veneer.access import current_identity
 from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
 from veneer.errors import UnauthenticatedError
+from veneer.signature.messages import trust_message
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _DEFAULT_CHANGES = 1000
@@ -123,7 +124,9 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
 
     async def GrantBlobs(self, request: nodes_pb2.GrantBlobsRequest, context: _Context) -> nodes_pb2.GrantBlobsResponse:
         """See the API."""
-        grant = await self._grants.give(current_identity().key_id, request.version)
+        node = current_identity().key_id
+        grant = await self._grants.give(node, request.version, judges_signatures=request.judges_signatures)
+        trust = grant.trust
         blobs = [nodes_pb2.Blob(name=one.name, digest=one.digest, size_bytes=one.size_bytes, url=one.url) for one in grant.blobs]
         return nodes_pb2.GrantBlobsResponse(
             grant=grant.token,
@@ -131,6 +134,7 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
             expire_time=timestamp(grant.expire_time),
             base_digest=grant.base_digest,
             owner=grant.owner,
+            trust=trust_message(trust.policy, trust.keys, signature=trust.signature, publish_time=trust.time),
         )
 
     async def ReadBlob(self, request: nodes_pb2.ReadBlobRequest, context: _Context) -> AsyncIterator[nodes_pb2.ReadBlobResponse]:

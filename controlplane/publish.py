@@ -30,6 +30,7 @@ from controlplane.deletion import note_uploads
 from controlplane.probes import Probes, ask
 from controlplane.published import Published, answer_of, complete_publish, published_of
 from controlplane.settings import Settings
+from controlplane.signatures import Signatures, Trust, keep_signature
 from controlplane.spool import CONFIG, WEIGHTS, Part, Received, Spool
 from controlplane.stored_quotas import check_stored
 from veneer.artifact import BaseDescription, Limits, Report, version_digest
@@ -41,6 +42,7 @@ from veneer.errors import (
     InvalidArgumentError,
     Violation,
 )
+from veneer.signature import SignatureReport
 
 _Key = TypeVar("_Key")
 
@@ -59,6 +61,7 @@ class PublishOrder:
         data_digest: Where it comes from: the digest of what it was trained on.
         alias: Alias to point at the new version; empty: none, but an adapter's first version becomes `stable`.
         probe: Whether a data plane must do well with it before an alias moves.
+        signature: Its signature file; empty: none.
     """
 
     adapter: str
@@ -70,6 +73,7 @@ class PublishOrder:
     data_digest: str = ""
     alias: str = ""
     probe: bool = False
+    signature: bytes = b""
 
 
 class Check(Protocol):
@@ -105,6 +109,7 @@ class Publisher:
         self._database = database
         self._bases = Bases(database)
         self._probes = Probes(database, settings)
+        self._signatures = Signatures(database)
         self._blobs = blobs
         self._settings = settings
         self._check = check
@@ -124,7 +129,8 @@ class Publisher:
         """Publishes a version; the same request_id and content again give the same answer.
 
         Raises:
-            InvalidArgumentError: The upload or the adapter is at fault, or the request_id was used for other content.
+            InvalidArgumentError: The upload, the adapter or its signature is at fault, or the request_id is another one's.
+            FailedPreconditionError: The owner trusts nobody who signed it, or requires a signature and there is none.
             NotFoundError: There is no such base.
             AlreadyExistsError: The owner has published this content under another request_id.
             ResourceExhaustedError: The owner's quota of adapters or bytes does not allow it, or too many wait for probes.
@@ -158,8 +164,9 @@ class Publisher:
                     if published.awaits is not None:
                         await self._probes.again(published.version)
                 else:
+                    signed = await self._signed(draft)
                     report = await self._checked(draft)
-                    published = await self._store(draft, report)
+                    published = await self._store(draft, report, signed)
         return published if published.awaits is None else await self._probed(draft, published)
 
     async def _probed(self, draft: _Draft, published: Published) -> Published:
@@ -193,13 +200,23 @@ class Publisher:
                 await _refuse_known(connection, draft)
             return published
 
+    async def _signed(self, draft: _Draft) -> _Signed:
+        """Judges the signature, or that there is none.
+
+        Raises:
+            SignatureError: The owner's policy does not allow it.
+        """
+        trust = await self._signatures.trust(draft.owner, draft.order.signature)
+        files = {name: file.digest for name, file in draft.files.items()}
+        return _Signed(trust, await asyncio.to_thread(trust.judge, files))
+
     async def _checked(self, draft: _Draft) -> Report:
         async with self._checks:
             with self._metrics.check_seconds.time():
                 config, weights = draft.files[CONFIG].path, draft.files[WEIGHTS].path
                 return await self._check(config, weights, draft.base, self._limits, timeout_s=self._settings.check_timeout_s)
 
-    async def _store(self, draft: _Draft, report: Report) -> Published:
+    async def _store(self, draft: _Draft, report: Report, signed: _Signed) -> Published:
         """Writes the files where the collector would find them, and publishes them there.
 
         Raises:
@@ -213,7 +230,7 @@ class Publisher:
             async with asyncio.timeout(grace_s / 2):
                 for file in draft.files.values():
                     await self._blobs.put(folder, file.digest, file.path)
-                published, is_ours = await self._commit(draft, report, folder=folder)
+                published, is_ours = await self._commit(draft, report, signed, folder=folder)
         except TimeoutError as error:
             raise DeadlineExceededError(f"storing the files took longer than {grace_s / 2:g} s") from error
         if is_ours:
@@ -222,7 +239,7 @@ class Publisher:
             self._metrics.repeated.inc()
         return published
 
-    async def _commit(self, draft: _Draft, report: Report, *, folder: str) -> tuple[Published, bool]:
+    async def _commit(self, draft: _Draft, report: Report, signed: _Signed, *, folder: str) -> tuple[Published, bool]:
         """The version, and whether this upload became it rather than one of another process."""
         owner, order = draft.owner, draft.order
         refusals = {
@@ -239,7 +256,8 @@ class Publisher:
             await check_stored(connection, owner, order.adapter, num_bytes=num_bytes, final=True)
             await _take_over(connection, owner, folder)
             is_only = not await _has_versions(connection, owner, order.adapter)
-            version = await _insert_version(connection, draft, report=report, number=number)
+            version = await _insert_version(connection, draft, report=report, signed=signed.report, number=number)
+            await keep_signature(connection, owner, version.digest, signed.trust)
             alias, alias_name, generation = None, order.alias or (STABLE if is_only else ""), 0
             if order.probe:
                 await ask(connection, version)
@@ -273,6 +291,14 @@ async def _turn(turns: dict[_Key, _Turn], key: _Key, *, places: int) -> AsyncIte
 
 
 @dataclass(frozen=True, slots=True)
+class _Signed:
+    """A publish's signature, or that there is none: what it was judged by, and what was found."""
+
+    trust: Trust
+    report: SignatureReport | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Draft:
     """A publish whose files came whole."""
 
@@ -289,6 +315,7 @@ class _Draft:
         digest = version_digest(owner, base.digest, {name: file.digest for name, file in files.items()})
         more: list[Any] = [dict(sorted(order.labels.items())), order.training_run, order.data_digest]
         more += [True] if order.probe else []
+        more += [hashlib.sha256(order.signature).hexdigest()] if order.signature else []
         content = json.dumps([digest, order.adapter, order.label, order.alias, *(more if any(more) else [])])
         fingerprint = hashlib.sha256(content.encode()).digest()
         request = Request(owner, order.request_id, "Publish", fingerprint, field="header.request_id")
@@ -342,7 +369,9 @@ async def _refuse_known(connection: AsyncConnection, draft: _Draft) -> None:
         raise AlreadyExistsError(f"this content is version {row.number} of adapter {row.adapter!r} already: {draft.digest}")
 
 
-async def _insert_version(connection: AsyncConnection, draft: _Draft, *, report: Report, number: int) -> Version:
+async def _insert_version(
+    connection: AsyncConnection, draft: _Draft, *, report: Report, signed: SignatureReport | None, number: int
+) -> Version:
     row = {
         "tenant": draft.owner,
         "digest": draft.digest,
@@ -361,6 +390,7 @@ async def _insert_version(connection: AsyncConnection, draft: _Draft, *, report:
         "training_run": draft.order.training_run,
         "data_digest": draft.order.data_digest,
         "upload": draft.upload,
+        "signature": None if signed is None else dataclasses.asdict(signed),
     }
     stored = (await connection.execute(insert(models.versions).values(row).returning(*models.versions.c))).one()
     mine = (models.adapters.c.tenant == draft.owner, models.adapters.c.name == draft.order.adapter)

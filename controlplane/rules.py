@@ -73,6 +73,15 @@ RULES: Rules = {
             "DeleteAdapter": Rule.of("tenant", roles=["owner"]),
         },
     ),
+    **_service(
+        "SignatureService",
+        {
+            "AddTrustedKey": Rule.of("tenant", roles=["owner"]),
+            "ListTrustedKeys": _TENANT,
+            "RemoveTrustedKey": Rule.of("tenant", roles=["owner"]),
+            "SetSignaturePolicy": Rule.of("tenant", roles=["owner"]),
+        },
+    ),
     **_service("PlacementService", {"LocateAdapter": Rule.of("tenant", roles=["caller"])}),
     **_service(
         "NodeService",

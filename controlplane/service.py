@@ -44,6 +44,8 @@ from controlplane.remembered import Freshness
 from controlplane.resolve import Resolver
 from controlplane.rules import RULES
 from controlplane.settings import Settings
+from controlplane.signature_servicer import SignatureServicer
+from controlplane.signatures import Signatures
 from controlplane.spool import remove_abandoned
 from controlplane.tenant_servicer import TenantServicer
 from controlplane.tenants import Tenants
@@ -61,6 +63,8 @@ from veneer.controlplane.v1 import (
     organizations_pb2_grpc,
     placement_pb2,
     placement_pb2_grpc,
+    signatures_pb2,
+    signatures_pb2_grpc,
     tenants_pb2,
     tenants_pb2_grpc,
 )
@@ -152,6 +156,14 @@ class ControlPlane:
             Service(
                 placement_pb2.DESCRIPTOR.services_by_name["PlacementService"],
                 partial(placement_pb2_grpc.add_PlacementServiceServicer_to_server, PlacementServicer(locator)),
+                listeners=("callers",),
+            ),
+            Service(
+                signatures_pb2.DESCRIPTOR.services_by_name["SignatureService"],
+                partial(
+                    signatures_pb2_grpc.add_SignatureServiceServicer_to_server,
+                    SignatureServicer(Signatures(self.database)),
+                ),
                 listeners=("callers",),
             ),
         ]

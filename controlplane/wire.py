@@ -29,6 +29,7 @@ from controlplane.usage import Entry as UsageEntry
 from veneer.artifact import BaseDescription, TargetModule
 from veneer.controlplane.v1 import bases_pb2, canaries_pb2, catalog_pb2, nodes_pb2, tenants_pb2
 from veneer.reports import report_message
+from veneer.signature.messages import report_message as signature_message
 
 _STATES = {
     "READY": catalog_pb2.VERSION_STATE_READY,
@@ -47,6 +48,7 @@ _CHANGE_KINDS = {
     ChangeKind.GRANT: nodes_pb2.CHANGE_KIND_GRANT,
     ChangeKind.KEY: nodes_pb2.CHANGE_KIND_KEY,
     ChangeKind.PROBE: nodes_pb2.CHANGE_KIND_PROBE,
+    ChangeKind.TRUST: nodes_pb2.CHANGE_KIND_TRUST,
 }
 _POLICIES = {
     tenants_pb2.FALLBACK_POLICY_ALLOWED: (True, True),
@@ -302,6 +304,8 @@ def _report_message(version: Version) -> catalog_pb2.ArtifactReport:
         fields = dataclasses.asdict(version.probe)
         del fields["take_time_s"]
         message.probe.CopyFrom(catalog_pb2.ProbeReport(**{**fields, "state": state}))
+    if version.signature is not None:
+        message.signature.CopyFrom(signature_message(version.signature))
     return message
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from dataplane.blob_grants import Blob, Grant, read_grant
 from dataplane.quotas import Amounts, Demand, Leased
 from dataplane.report_client import ReportClient, limits_of
 from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution, TenantQuotas
@@ -56,6 +57,8 @@ ALIAS_MOVED = int(nodes_pb2.CHANGE_KIND_ALIAS)
 """Kind of a change that points an alias at a version."""
 PROBE_ASKED = int(nodes_pb2.CHANGE_KIND_PROBE)
 """Kind of a change that asks for a probe of a version."""
+TRUST_CHANGED = int(nodes_pb2.CHANGE_KIND_TRUST)
+"""Kind of a change of what a tenant asks of signatures."""
 
 
 class EnrollmentError(FailedPreconditionError):
@@ -70,26 +73,6 @@ class Identity:
     tenant: str
     roles: tuple[str, ...]
     key_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Blob:
-    """A file that a grant covers."""
-
-    name: str
-    digest: str
-    size_bytes: int
-    url: str
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Leave to read one version's files for a short time, and what its digest is made of."""
-
-    token: str
-    blobs: tuple[Blob, ...]
-    base_digest: str
-    owner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +186,8 @@ class CatalogClient:
 
     async def grant_blobs(self, version: str) -> Grant:
         """Asks for leave to read a version's files."""
-        response = await self._call(self._nodes.GrantBlobs(nodes_pb2.GrantBlobsRequest(version=version), **self._common()))
-        blobs = tuple(Blob(blob.name, blob.digest, blob.size_bytes, blob.url) for blob in response.blobs)
-        return Grant(response.grant, blobs, response.base_digest, response.owner)
+        request = nodes_pb2.GrantBlobsRequest(version=version, judges_signatures=True)
+        return read_grant(await self._call(self._nodes.GrantBlobs(request, **self._common())))
 
     async def read_blob(self, grant: Grant, blob: Blob, *, offset: int, idle_s: float) -> AsyncIterator[bytes]:
         """Streams a file from an offset on; UnavailableError when nothing comes for `idle_s`."""

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from dataplane.access import NodeAuthenticator
 from dataplane.admin import AdminServicer
-from dataplane.catalog_client import ALIAS_MOVED, PROBE_ASKED, CatalogClient, Change, open_channel
+from dataplane.catalog_client import ALIAS_MOVED, PROBE_ASKED, TRUST_CHANGED, CatalogClient, Change, open_channel
 from dataplane.change_feed import ChangeFeed
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
@@ -44,6 +44,7 @@ from dataplane.settings import Settings
 from dataplane.staging import StagingReader
 from dataplane.store import AdapterStore, StoreLimits
 from dataplane.supervision import EngineSupervisor
+from dataplane.trust import TrustedSource
 from dataplane.unloads import Unloads
 from dataplane.usage_reports import UsageReporter
 from veneer.artifact import BaseDescription, BaseWeights, Limits, describe_base
@@ -147,10 +148,11 @@ class Node:
             max_bytes=settings.host_cache_budget,
             policy=Recency() if settings.eviction == "lru" else None,
         )
+        self.trusted = TrustedSource(self.client)
         self.store = AdapterStore(
-            self.client,
+            self.trusted,
             cache=self.cache,
-            on_evicted=self._on_evicted,
+            on_evicted=lambda versions: self.prefetcher.evicted(versions),  # noqa: PLW0108  it is made later
             base=base,
             base_weights=BaseWeights(settings.model_dir),
             folder=settings.cache_folder / "work",
@@ -171,7 +173,7 @@ class Node:
             store=self.store,
             cache=self.cache,
             engine=self.supervisor,
-            may_serve=self.client.grant_blobs,
+            may_serve=self.trusted.grant_blobs,
             metrics=self.metrics,
             unloads=self.unloads,
             limits=LoadLimits(
@@ -232,7 +234,7 @@ class Node:
         self.pins = Pins(
             self.supervisor,
             loader=self.prefetcher,
-            grant=self.client.grant_blobs,
+            grant=self.trusted.grant_blobs,
             cache=self.cache,
             limits=PinLimits(
                 max_bytes=settings.pin_budget,
@@ -349,14 +351,13 @@ class Node:
             report.device_bytes_total, report.device_bytes_used = state.arena_bytes_total, state.arena_bytes_used
         return report
 
-    def _on_evicted(self, versions: tuple[str, ...]) -> None:
-        self.prefetcher.evicted(versions)
-
     def _on_changes(self, changes: tuple[Change, ...]) -> None:
         self.resolver.invalidate([Subject(change.tenant, change.adapter) for change in changes])
         for change in changes:
             if change.kind == PROBE_ASKED:
                 self.prober.ask(change.tenant, change.version)
+            elif change.kind == TRUST_CHANGED:
+                self.prefetcher.recheck_all(where=partial(self.trusted.may_be_of, change.tenant))
             elif change.version:
                 self.prefetcher.recheck(change.version)
                 if change.kind == ALIAS_MOVED and self.resolver.was_asked_lately(change.tenant, change.adapter):

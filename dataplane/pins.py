@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from dataplane.catalog_client import Grant
+from dataplane.blob_grants import Grant
 from dataplane.claims import Claim
 from dataplane.lora.host_cache import HostCache
 from veneer.errors import ResourceExhaustedError, UnavailableError

@@ -160,10 +160,10 @@ class Prefetcher:
             self._rechecks[version] = None
             self._recheck_asked.set()
 
-    def recheck_all(self) -> None:
-        """As `recheck`, for everything held."""
-        failed = (circuit.version for circuit in self._loads.circuits())
-        for version in {*self._cache.versions(), *self._staged, *self._on_device, *self._loads.versions, *failed}:
+    def recheck_all(self, *, where: Callable[[str], bool] = bool) -> None:
+        """As `recheck`, for everything held of which something is true."""
+        failed = {circuit.version for circuit in self._loads.circuits()}
+        for version in filter(where, failed.union(self._cache.versions(), self._staged, self._on_device, self._loads.versions)):
             self.recheck(version)
 
     def is_in_use(self, version: str) -> bool:

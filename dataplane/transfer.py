@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast
 
-from dataplane.catalog_client import Blob, Grant
+from dataplane.blob_grants import Blob, Grant
 from dataplane.load_room import Amount
 from dataplane.signed_urls import SignedReads
 from veneer.artifact import version_digest
@@ -183,6 +183,8 @@ class Transfer:
     async def _grant(self, version: str) -> Grant:
         try:
             grant = await self._source.grant_blobs(version)
+        except WithdrawnVersionError:  # it says why
+            raise
         except (NotFoundError, FailedPreconditionError) as error:
             raise WithdrawnVersionError("the version cannot be served any more") from error
         except (UnauthenticatedError, PermissionDeniedError) as error:  # the node's own credential, not a caller's

@@ -47,6 +47,12 @@ _REPEATABLE: dict[str, tuple[str, ...]] = {
         "RevokeOrganizationKey",
     ),
     "veneer.controlplane.v1.PlacementService": ("LocateAdapter",),
+    "veneer.controlplane.v1.SignatureService": (
+        "AddTrustedKey",
+        "ListTrustedKeys",
+        "RemoveTrustedKey",
+        "SetSignaturePolicy",
+    ),
     "veneer.controlplane.v1.TenantService": (
         "CreateTenant",
         "ListTenants",

@@ -24,6 +24,8 @@ from veneer.locations import Location, Locations
 from veneer.origin import NO_ORIGIN, Origin
 from veneer.release_calls import ReleaseCalls
 from veneer.replicas import Replicas, read_addresses
+from veneer.signature_calls import SignatureCalls
+from veneer.signature_file import read_signature
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -50,7 +52,7 @@ Event = generation_pb2.Served | generation_pb2.Echo | generation_pb2.Chunk | gen
 """What a stream is made of: first one `Served`, then an `Echo` where asked for, then `Chunk`s and a `Finish` for each choice."""
 
 
-class Client(CanaryCalls, ReleaseCalls):
+class Client(CanaryCalls, ReleaseCalls, SignatureCalls):
     """What a tenant's key can do; all addresses are those of the callers' listeners. Owned by one event loop.
 
     Of several data planes, a request goes to one that holds its adapter, as the control plane knows, and is well; to another one
@@ -198,6 +200,7 @@ class Client(CanaryCalls, ReleaseCalls):
         alias: str = "",
         label: str = "",
         origin: Origin = NO_ORIGIN,
+        signature: Path | None = None,
         probe: bool = False,
         request_id: str = "",
         progress: Callable[[int, int], None] | None = None,
@@ -212,13 +215,16 @@ class Client(CanaryCalls, ReleaseCalls):
             alias: Alias to point at the new version; empty moves none but gives an adapter's first version `stable`.
             label: Free text.
             origin: Where it comes from.
+            signature: Its signature in the format of OpenSSF Model Signing; None: `model.sig` in the folder, if there is one.
             probe: Have a data plane run it before the alias moves; the same call with its request_id goes on where it stopped.
             request_id: Identifies this publish: the same id and files give the same answer. Empty makes one.
             progress: Called with bytes sent and bytes in all after each part.
             timeout_s: Deadline of the whole upload and check.
 
         Raises:
-            InvalidArgumentError: A file is missing, or the service refused the files; its violations list every fault.
+            InvalidArgumentError: A file is missing, or the service refused the files or the signature; its violations list every
+                fault.
+            FailedPreconditionError: The tenant trusts nobody who signed it, or requires a signature and there is none.
             VeneerError: As the service said.
         """
         paths = [(file, folder / name) for file, name in _FILES]
@@ -227,7 +233,7 @@ class Client(CanaryCalls, ReleaseCalls):
             raise InvalidArgumentError.of(missing)
         header = catalog_pb2.PublishHeader(
             adapter=adapter, base=base, alias=alias, label=label, request_id=request_id or uuid.uuid4().hex,
-            probe=probe, **origin.fields(),
+            probe=probe, signature=read_signature(folder, signature), **origin.fields(),
         )  # fmt: skip
         total = sum(path.stat().st_size for _, path in paths)
         with typed_errors():

@@ -111,6 +111,7 @@ class SyncClient(_Blocking[Client]):
         alias: str = "",
         label: str = "",
         origin: Origin = NO_ORIGIN,
+        signature: Path | None = None,
         probe: bool = False,
         request_id: str = "",
         progress: Callable[[int, int], None] | None = None,
@@ -125,6 +126,7 @@ class SyncClient(_Blocking[Client]):
             alias=alias,
             label=label,
             origin=origin,
+            signature=signature,
             probe=probe,
             request_id=request_id,
             progress=lambda sent, total: calls.put(lambda: told(sent, total)),
@@ -141,6 +143,7 @@ class SyncClient(_Blocking[Client]):
     create_key = _blocking(Client.create_key)
     delete_adapter = _blocking(Client.delete_adapter)
     delete_version = _blocking(Client.delete_version)
+    distrust_key = _blocking(Client.distrust_key)
     freeze = _blocking(Client.freeze)
     grants = _blocking(Client.grants)
     keys = _blocking(Client.keys)
@@ -152,8 +155,11 @@ class SyncClient(_Blocking[Client]):
     rollback = _blocking(Client.rollback)
     set_alias = _blocking(Client.set_alias)
     set_fallback = _blocking(Client.set_fallback)
+    set_signature_policy = _blocking(Client.set_signature_policy)
     start_canary = _blocking(Client.start_canary)
     stop_canary = _blocking(Client.stop_canary)
+    trust_key = _blocking(Client.trust_key)
+    trusted_keys = _blocking(Client.trusted_keys)
     usage = _blocking(Client.usage)
     versions = _blocking(Client.versions)
 

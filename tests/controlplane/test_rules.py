@@ -12,7 +12,15 @@ from controlplane.rules import RULES
 from controlplane.vault import new_secret
 from tests.fixtures.controlplane import AUDITOR, CALLER, OWNER, PUBLISHER, Client, World
 from veneer.access import method_names
-from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, organizations_pb2, placement_pb2, tenants_pb2
+from veneer.controlplane.v1 import (
+    bases_pb2,
+    catalog_pb2,
+    nodes_pb2,
+    organizations_pb2,
+    placement_pb2,
+    signatures_pb2,
+    tenants_pb2,
+)
 
 SERVICES = [
     bases_pb2.DESCRIPTOR.services_by_name["BaseService"],
@@ -21,6 +29,7 @@ SERVICES = [
     catalog_pb2.DESCRIPTOR.services_by_name["CatalogService"],
     nodes_pb2.DESCRIPTOR.services_by_name["NodeService"],
     placement_pb2.DESCRIPTOR.services_by_name["PlacementService"],
+    signatures_pb2.DESCRIPTOR.services_by_name["SignatureService"],
 ]
 AUDIT = {"ListKeys", "ListAudit", "ListUsage"}
 ISSUING = {"CreateKey", "RotateKey", "RevokeKey"}
@@ -29,7 +38,8 @@ OVERSEEING = {"ListTenants", "GetOrganization", "ListOrganizationKeys"}
 MANAGING = {"CreateTenant", "CreateOrganizationKey", "RotateOrganizationKey", "RevokeOrganizationKey"} | OVERSEEING
 SHARING = {"Publish", "RetireVersion", "DeleteVersion", "FreezeAlias", "CreateGrant", "RevokeGrant"}
 MOVING = {"SetAlias", "Rollback", "Promote", "StartCanary", "StopCanary"}
-READING = {"ListBases", "GetAdapter", "ListAdapters", "ListVersions", "ListGrants", "GetCanary"}
+READING = {"ListBases", "GetAdapter", "ListAdapters", "ListVersions", "ListGrants", "GetCanary", "ListTrustedKeys"}
+TRUSTING = {"AddTrustedKey", "RemoveTrustedKey", "SetSignaturePolicy"}
 RUNNING = {
     "RotateNodeKey",
     "Resolve",
@@ -59,7 +69,7 @@ OPERATING = {
 }
 
 ADMITTED = {
-    ("callers", "owner"): KEYS | SHARING | READING | {"DeleteAdapter"},
+    ("callers", "owner"): KEYS | SHARING | READING | TRUSTING | {"DeleteAdapter"},
     ("callers", "publisher"): SHARING | MOVING | READING,
     ("callers", "caller"): READING | {"LocateAdapter"},
     ("callers", "auditor"): READING | AUDIT,
@@ -110,6 +120,7 @@ async def call(client: Client, method: MethodDescriptor) -> grpc.StatusCode:
         "CatalogService": client.catalog,
         "NodeService": client.nodes,
         "PlacementService": client.placement,
+        "SignatureService": client.signatures,
     }
     stub = getattr(stubs[method.containing_service.name], method.name)
     request: Any = method.input_type._concrete_class()
@@ -152,7 +163,7 @@ async def test_only_nodes_rotate_node_keys(world: World) -> None:
 
 
 def expected_codes(listener: str, identity: str, service: str, method: str) -> set[grpc.StatusCode]:
-    if listener == "operators" and service in ("CatalogService", "PlacementService"):
+    if listener == "operators" and service in ("CatalogService", "PlacementService", "SignatureService"):
         return {grpc.StatusCode.UNIMPLEMENTED}
     if identity in NOBODY:
         return {grpc.StatusCode.UNAUTHENTICATED}

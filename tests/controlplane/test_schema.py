@@ -182,7 +182,7 @@ def test_what_was_published_comes_through_the_revision_of_releases_and_back(plai
         assert [row[0]["alias"] for row in rows] == [{"name": "stable"}, None]
         assert rows[0][0]["version"]["digest"] == _DIGEST
         assert rows[0][0]["version"]["size_bytes"] == 3
-        assert rows[0][0]["version"].keys() == {one.name for one in dataclasses.fields(Version)} - {"probe"}
+        assert rows[0][0]["version"].keys() == {one.name for one in dataclasses.fields(Version)} - {"probe", "signature"}
 
         take_down(plain_owner, "0003")
         assert (
@@ -346,6 +346,27 @@ def test_tenants_and_keys_of_before_go_on_under_the_revision_of_organisations_an
         assert connection.execute(known).fetchall() == [("tenant", "acme", 8)]
 
 
+def test_answers_and_changes_lose_their_signatures_on_the_way_back(fresh_database: TestDatabase) -> None:
+    made = """
+        INSERT INTO tenants (name, fallback_allowed, weight) VALUES ('acme', true, 7);
+        INSERT INTO requests (tenant, request_id, fingerprint, method, answer) VALUES
+            ('acme', 'signed', '\\x01', 'Publish', '{"version": {"digest": "d", "signature": null}, "alias": null}'),
+            ('acme', 'ended', '\\x02', 'RetireVersion', '{"digest": "d", "signature": {"state": "VERIFIED"}}'),
+            ('acme', 'trusted', '\\x03', 'SetSignaturePolicy', '"OFF"');
+        INSERT INTO changes (kind, tenant, adapter, version, generation) VALUES (1, 'acme', 'a', 'v', 0);
+        INSERT INTO changes (kind, tenant, adapter, version, generation) VALUES (6, 'acme', '', '', 0);
+        INSERT INTO outbox (kind, tenant, adapter, version, generation) VALUES (6, 'acme', '', '', 0)
+    """
+    with fresh_database.connect() as connection:
+        connection.execute(made)
+        take_down(fresh_database.owner_url, "0013")
+        left = connection.execute("SELECT request_id, answer FROM requests").fetchall()
+        assert left == [("signed", {"version": {"digest": "d"}, "alias": None})]
+        assert connection.execute("SELECT kind FROM changes UNION ALL SELECT kind FROM outbox").fetchall() == [(1,)]
+        migrate(Settings(owner_url=fresh_database.owner_url))
+        assert connection.execute("SELECT signature FROM versions").fetchall() == []
+
+
 _CANARY = f"""
     INSERT INTO aliases (tenant, adapter, name, generation) VALUES ('acme', 'style', 'stable', 1);
     INSERT INTO canaries (tenant, adapter, alias, generation, version, stable, steps, step, state, reason)
@@ -361,9 +382,15 @@ _USE = """
     ("made", "ended", "revision", "refusal"),
     [
         (_USE, "DELETE FROM usage", "0008", "ledger of use would be lost"),
+        (
+            "INSERT INTO signature_policies (tenant, policy) VALUES ('acme', 'REQUIRE')",
+            "UPDATE signature_policies SET policy = 'OFF'",
+            "0013",
+            "nothing would check",
+        ),
         (_CANARY, "UPDATE canaries SET state = 'STOPPED', end_time = now()", "0007", "canaries are running"),
     ],
-    ids=["use", "canary"],
+    ids=["use", "signatures", "canary"],
 )
 def test_what_an_older_schema_would_lose_keeps_the_newer_one(
     plain_owner: str, made: str, ended: str, revision: str, refusal: str

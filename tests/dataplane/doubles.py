@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from dataplane.catalog_client import Blob, Grant
+from dataplane.blob_grants import Blob, Grant
 from dataplane.engine.messages import Delta, FinishReason, Holding, State, Submit
 from dataplane.metrics import Metrics
 from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution

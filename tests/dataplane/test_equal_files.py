@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dataplane.catalog_client import Blob, Grant
+from dataplane.blob_grants import Blob, Grant
 from dataplane.load_room import Amount
 from dataplane.lora.host_cache import HostCache, Payer
 from dataplane.store import AdapterStore, StoreLimits

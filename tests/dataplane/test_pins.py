@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dataplane.catalog_client import Grant
+from dataplane.blob_grants import Grant
 from dataplane.claims import Claim
 from dataplane.pins import PinLimits, Pins
 from veneer.errors import NotFoundError, ResourceExhaustedError, UnavailableError

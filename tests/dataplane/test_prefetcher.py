@@ -196,6 +196,14 @@ async def test_nobody_is_asked_about_a_version_that_is_not_held(rig: Rig) -> Non
     assert rig.asked == [VERSION]
 
 
+async def test_only_what_is_meant_of_all_that_is_held_is_asked_about(rig: Rig) -> None:
+    for version in (VERSION, OTHER):
+        await rig.prefetcher.ensure(version).loaded
+    rig.prefetcher.recheck_all(where=lambda version: version == OTHER)
+    await rig.was_asked.wait()
+    assert rig.asked == [OTHER]
+
+
 async def test_closing_ends_loads_and_those_who_wait(rig: Rig) -> None:
     rig.store.open.clear()
     claims = [rig.prefetcher.ensure(VERSION)]

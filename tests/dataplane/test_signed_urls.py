@@ -16,7 +16,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from controlplane.blobs import Blobs
-from dataplane.catalog_client import Blob, Grant
+from dataplane.blob_grants import Blob, Grant
 from dataplane.lora.host_cache import HostCache
 from dataplane.lora.image_file import open_image
 from dataplane.signed_urls import SignedReads

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dataplane import store as store_module
-from dataplane.catalog_client import Blob
+from dataplane.blob_grants import Blob
 from dataplane.load_room import Amount
 from dataplane.lora.host_cache import HostCache, HostCacheFullError
 from dataplane.lora.image import Image

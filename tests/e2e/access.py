@@ -24,6 +24,7 @@ from veneer.controlplane.v1 import (
     nodes_pb2,
     organizations_pb2,
     placement_pb2,
+    signatures_pb2,
     tenants_pb2,
 )
 from veneer.dataplane.v1 import admin_pb2
@@ -216,6 +217,14 @@ TABLE = {
             lambda s: catalog_pb2.DeleteAdapterRequest(adapter="tone", force=True, dry_run=True), OK, PD, NF, PD, PD
         ),
         "RetireVersion": Row(lambda s: catalog_pb2.RetireVersionRequest(adapter="tone", version=s.spare), OK, PD, NF, PD, PD),
+    },
+    "veneer.controlplane.v1.SignatureService": {
+        "AddTrustedKey": Row(lambda s: signatures_pb2.AddTrustedKeyRequest(name="k", pem=b"k"), IA, PD, IA, PD, PD),  # no key
+        "ListTrustedKeys": Row(lambda s: signatures_pb2.ListTrustedKeysRequest(), OK, OK, OK, PD, PD),  # of one's own tenant
+        "RemoveTrustedKey": Row(lambda s: signatures_pb2.RemoveTrustedKeyRequest(id="0" * 64), NF, PD, NF, PD, PD),
+        "SetSignaturePolicy": Row(
+            lambda s: signatures_pb2.SetSignaturePolicyRequest(policy=signatures_pb2.SIGNATURE_POLICY_OFF), OK, PD, OK, PD, PD
+        ),
     },
     "veneer.controlplane.v1.PlacementService": {
         "LocateAdapter": Row(lambda s: placement_pb2.LocateAdapterRequest(adapter="tone", owner="acme"), OK, OK, NF, PD, PD),

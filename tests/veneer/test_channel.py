@@ -8,7 +8,15 @@ from google.protobuf.descriptor import FileDescriptor
 from veneer import channel, server
 from veneer.access import method_names
 from veneer.channel import ClientTls, bearer, open_channel, pages
-from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, organizations_pb2, placement_pb2, tenants_pb2
+from veneer.controlplane.v1 import (
+    bases_pb2,
+    catalog_pb2,
+    nodes_pb2,
+    organizations_pb2,
+    placement_pb2,
+    signatures_pb2,
+    tenants_pb2,
+)
 from veneer.dataplane.v1 import admin_pb2, generation_pb2
 from veneer.errors import InvalidArgumentError
 
@@ -20,6 +28,7 @@ FILES: list[FileDescriptor] = [
         nodes_pb2,
         organizations_pb2,
         placement_pb2,
+        signatures_pb2,
         tenants_pb2,
         admin_pb2,
         generation_pb2,

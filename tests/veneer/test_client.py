@@ -291,6 +291,26 @@ async def test_publish_sends_both_files_whole_and_reports_progress(client: Clien
     assert catalog.headers[0].request_id
 
 
+async def test_publish_sends_the_signature_that_is_in_the_folder_or_named(
+    client: Client, catalog: Catalog, folder: Path, tmp_path: Path
+) -> None:
+    async def sent(signature: Path | None = None) -> bytes:
+        await client.publish(folder, adapter="tone", base="smol", signature=signature)
+        return catalog.headers[-1].signature
+
+    assert await sent() == b""
+    (folder / "model.sig").write_bytes(b"in the folder")
+    (tmp_path / "elsewhere.sig").write_bytes(b"named")
+    assert await sent() == b"in the folder"
+    assert await sent(tmp_path / "elsewhere.sig") == b"named"
+    for size_bytes in (0, (64 << 10) + 1):
+        (folder / "model.sig").write_bytes(bytes(size_bytes))
+        with pytest.raises(InvalidArgumentError, match=f"has {size_bytes} bytes"):
+            await sent()
+    with pytest.raises(InvalidArgumentError, match="is no file"):
+        await sent(tmp_path / "absent.sig")
+
+
 async def test_a_publish_that_is_refused_halfway_tells_every_fault(client: Client, catalog: Catalog, folder: Path) -> None:
     catalog.refuse_after = 1
     with pytest.raises(InvalidArgumentError) as caught:

@@ -21,6 +21,7 @@ from veneer.cli import (
     stack,
     tenants,
     top,
+    trust,
     usage,
 )
 from veneer.cli.output import print_error, print_fault
@@ -116,6 +117,7 @@ app.add_typer(nodes.nodes, name="node", help="Data planes (for operators).")
 app.add_typer(organizations.organizations, name="org", help="Organisations and their keys (for operators, and with --org-key).")
 app.add_typer(tenants.tenants, name="tenant", help="Tenants (for operators, and with --org-key for an organisation).")
 app.add_typer(tenants.keys, name="key", help="Keys of a tenant (for its owners; with --tenant for operators and organisations).")
+app.add_typer(trust.trust, name="trust", help="Whose signatures of adapters hold (for owners).")
 app.add_typer(tenants.grants, name="grant", help="Which other tenants may use an adapter.")
 
 

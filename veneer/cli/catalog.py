@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from veneer.cli.checking import Folder
+from veneer.cli.checking import Folder, signature_text
 from veneer.cli.output import error_console, note, print_json, print_table, say, short, size, when
 from veneer.cli.target import Target
 from veneer.client import Client
@@ -36,6 +37,10 @@ def publish(
     labels: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A label; may be repeated, up to 32.")] = None,
     training_run: Annotated[str, typer.Option(help="The run that trained it, up to 200 characters.")] = "",
     data_digest: Annotated[str, typer.Option(help="SHA-256 of what it was trained on, 64 lower-case hex digits.")] = "",
+    signature: Annotated[
+        Path | None,
+        typer.Option(help="Its signature; else `model.sig` in the folder, if there is one.", exists=True, dir_okay=False),
+    ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Have a data plane run it before the alias moves.")] = False,
     request_id: Annotated[str, typer.Option(help="Your own identifier: repeating a publish with it changes nothing.")] = "",
     json: Json = False,
@@ -55,6 +60,7 @@ def publish(
                 alias=alias,
                 label=label,
                 origin=origin,
+                signature=signature,
                 probe=probe,
                 request_id=request_id,
                 progress=lambda sent, total: progress.update(task, completed=sent, total=total),
@@ -72,6 +78,8 @@ def publish(
         say(f"alias {response.alias.name} points at it (generation {response.alias.generation})")
     else:
         note(f"no alias was moved; to serve it: veneer alias {version.adapter} {version.number}")
+    if version.report.HasField("signature"):
+        note(signature_text(version.report.signature))
     for warning in (*version.report.warnings, *version.report.probe.warnings):
         note(f"warning: {warning}")
 

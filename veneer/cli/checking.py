@@ -11,12 +11,14 @@ import typer
 
 from veneer.artifact import ArtifactError, describe_base
 from veneer.artifact import check as check_artifact
-from veneer.cli.output import print_error, print_json, print_table
+from veneer.cli.output import note, print_error, print_json, print_table
+from veneer.cli.signing import check_signature
 from veneer.cli.target import Target
 from veneer.client import CONFIG_NAME, WEIGHTS_NAME
-from veneer.controlplane.v1 import catalog_pb2
+from veneer.controlplane.v1 import catalog_pb2, signatures_pb2
 from veneer.errors import InvalidArgumentError, NotFoundError, Violation
 from veneer.reports import report_message
+from veneer.signature import BadSignatureError, UntrustedSignatureError
 
 Folder = Annotated[Path, typer.Argument(help=f"PEFT folder with {CONFIG_NAME} and {WEIGHTS_NAME}.", exists=True, file_okay=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -31,6 +33,14 @@ def check(
     folder: Folder,
     *,
     base: Annotated[Path, typer.Option(help="Hugging Face folder of the base.", exists=True, file_okay=False)],
+    signature: Annotated[
+        Path | None,
+        typer.Option(help="Its signature; else `model.sig` in the folder, if there is one.", exists=True, dir_okay=False),
+    ] = None,
+    trust: Annotated[
+        list[Path] | None,
+        typer.Option(help="PEM of a key or authority whose signature must hold; may be repeated.", exists=True, dir_okay=False),
+    ] = None,
     json: _Json = False,
 ) -> None:
     """Check an adapter on this machine, as publish would; exit status 1 with every fault when it would be refused."""
@@ -38,7 +48,10 @@ def check(
     config, weights = (_file(folder, name) for name in (CONFIG_NAME, WEIGHTS_NAME))
     try:
         report = report_message(check_artifact(config.read_bytes(), weights, description, norms=True).report)
-    except ArtifactError as error:
+        found = check_signature(folder, signature, trust or [])
+        if found is not None:
+            report.signature.CopyFrom(found)
+    except (ArtifactError, BadSignatureError, UntrustedSignatureError) as error:
         if json:
             violations = [{"field": one.field, "description": one.description} for one in error.violations]
             print_json({"accepted": False, "violations": violations})
@@ -49,6 +62,8 @@ def check(
         print_json({"accepted": True, "report": report})
         return
     print_report("accepted", report)
+    if not trust and report.HasField("signature"):
+        note("the signature was held against no key; name those that you trust: --trust FILE")
 
 
 def report(
@@ -101,6 +116,8 @@ def print_report(title: str, report: catalog_pb2.ArtifactReport) -> None:
         print_table("by module", columns, map(_module_row, report.by_module))
     if report.HasField("probe"):
         print_table("probe", ("", ""), _probe_rows(report.probe))
+    if report.HasField("signature"):
+        print_table("signature", ("", ""), _signature_rows(report.signature))
     if report.limits:
         rows = [(one.name, f"{one.value:g} of {one.limit:g}") for one in report.limits]
         print_table("limits", ("", ""), rows)
@@ -129,6 +146,23 @@ def _probe_rows(probe: catalog_pb2.ProbeReport) -> Iterator[tuple[str, object]]:
     yield "difference from the base", f"{probe.max_difference:.3g} over {probe.num_tokens} tokens of {probe.num_prompts} prompts"
     samples = f"{probe.max_error:.2g} over {probe.num_samples} pairs; {probe.tolerance:g} is allowed"
     yield "difference from the stored files", samples
+
+
+def signature_text(found: signatures_pb2.SignatureReport) -> str:
+    """What was found of a signature, in a line."""
+    if found.state != signatures_pb2.SIGNATURE_STATE_VERIFIED:
+        return f"warning: the signature was not verified: {found.fault}"
+    by = f" ({found.signer})" if found.signer else ""
+    return f"signed by {found.key_name}{by}"
+
+
+def _signature_rows(found: signatures_pb2.SignatureReport) -> Iterator[tuple[str, object]]:
+    yield "state", signatures_pb2.SignatureState.Name(found.state).removeprefix("SIGNATURE_STATE_").lower()
+    for name, value in (("trusted as", found.key_name), ("key", found.key_id), ("signer", found.signer), ("fault", found.fault)):
+        if value:
+            yield name, value
+    if found.num_other_files:
+        yield "other files signed", found.num_other_files
 
 
 def _provenance(version: catalog_pb2.Version) -> Iterator[tuple[str, object]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.adapters import make_adapter_folder
+from tests.fixtures.signing import Signer
 from tests.veneer.cli.conftest import Run
 from veneer.artifact import BaseDescription
 from veneer.cli.audit import changed
@@ -34,6 +35,31 @@ def test_check_reports_what_an_adapter_holds(run: Run, model_dir: Path, model_ba
     assert "q_proj, v_proj" in shown
     assert "by module" in shown
     assert "3 of 256" in shown
+
+
+def test_check_holds_a_signature_against_keys_on_this_machine(
+    run: Run, model_dir: Path, model_base: BaseDescription, tmp_path: Path
+) -> None:
+    folder = make_adapter_folder(tmp_path / "signed", model_base)
+    signer, trusted, other = Signer(), tmp_path / "trainer.pem", tmp_path / "other.pem"
+    trusted.write_bytes(signer.pem)
+    other.write_bytes(Signer().pem)
+    check = ("check", folder, "--base", model_dir)
+    assert (run(*check, "--trust", trusted).status, run(*check).status) == (1, 0)
+
+    (folder / "model.sig").write_bytes(signer.sign({path.name: path.read_bytes() for path in folder.iterdir()}))
+
+    shown = run(*check, "--trust", other, "--trust", trusted)
+    assert (shown.status, "trainer.pem" in shown.out) == (0, True)
+    found = json.loads(run(*check, "--trust", trusted, "--json").out)["report"]["signature"]
+    assert (found["state"], found["key_id"]) == ("SIGNATURE_STATE_VERIFIED", signer.trusted.id)
+    refused = run(*check, "--trust", other)
+    assert (refused.status, "which is not trusted" in refused.err) == (1, True)
+    untold = run(*check)
+    assert (untold.status, "UNKNOWN" in untold.out, "--trust FILE" in untold.err) == (0, False, True)
+    (folder / "adapter_config.json").write_bytes((folder / "adapter_config.json").read_bytes() + b" ")
+    changed = run(*check, "--trust", trusted, "--json")
+    assert (changed.status, json.loads(changed.out)["violations"][0]["field"]) == (1, "signature: adapter_config.json")
 
 
 def test_labels_without_a_value_are_refused_before_anything_is_sent(run: Run, tmp_path: Path) -> None:

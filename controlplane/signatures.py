@@ -1,0 +1,180 @@
+"""Whose signatures a tenant trusts, what it asks of them, and the signatures that came with its versions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from pydantic import TypeAdapter
+from sqlalchemy import Row, delete, func, insert, select
+from sqlalchemy.dialects.postgresql import insert as upsert
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from controlplane.answers import RACED, Request, once
+from controlplane.changes import Change, ChangeKind, record
+from controlplane.db import Database, Scope
+from controlplane.locks import Lock, hold
+from controlplane.signature_tables import signature_policies, signatures, trusted_keys
+from veneer.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError, Violation
+from veneer.signature import Policy, SignatureReport, TrustedKey, judge, read_trusted_key
+
+MAX_TRUSTED_KEYS = 32
+"""Keys and authorities that a tenant may trust; all of them go to whoever judges a signature."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """A trusted key as the catalogue has it."""
+
+    key: TrustedKey
+    create_time: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What a signature is judged by.
+
+    Attributes:
+        policy: What its owner asks.
+        keys: Whom the owner trusts.
+        time: When certificates must have been valid, by the database's clock.
+        signature: The signature as it came; empty: none did.
+    """
+
+    policy: Policy
+    keys: tuple[TrustedKey, ...]
+    time: datetime
+    signature: bytes = b""
+
+    def judge(self, files: Mapping[str, str]) -> SignatureReport | None:
+        """See `veneer.signature.judge`."""
+        return judge(self.policy, self.signature, self.keys, files, at=self.time)
+
+
+_KEPT_KEY, _KEPT_POLICY = TypeAdapter(StoredKey), TypeAdapter(Policy)
+
+
+class Signatures:
+    """Use cases of trust. Stateless; any task may call it."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, owner: str, name: str, pem: bytes, *, request_id: str = "") -> StoredKey:
+        """Trusts a key or an authority.
+
+        Raises:
+            InvalidArgumentError: It is neither, or of a kind that cannot be used.
+            AlreadyExistsError: It is trusted already, or the name is taken.
+            ResourceExhaustedError: So many are trusted already.
+        """
+        key = read_trusted_key(pem, name=name)
+        refusals = {
+            "pk_trusted_keys": AlreadyExistsError(f"the key {key.id} is trusted already"),
+            "uq_trusted_keys_tenant_name": AlreadyExistsError(f"there is a trusted key {name!r} already"),
+            **RACED,
+        }
+        request = Request.of(owner, request_id, "AddTrustedKey", name, key.id)
+        async with self._database.transaction(Scope.of_tenant(owner), refusals=refusals) as connection:
+            return await once(connection, request, _KEPT_KEY, lambda: _add(connection, owner, key))
+
+    async def list(self, owner: str) -> tuple[Policy, list[StoredKey]]:
+        """The policy, and the trusted keys by name."""
+        async with self._database.transaction(Scope.of_tenant(owner)) as connection:
+            return await _policy(connection, owner), await _keys(connection, owner)
+
+    async def remove(self, owner: str, key_id: str, *, request_id: str = "") -> StoredKey:
+        """Trusts a key or authority no longer.
+
+        Raises:
+            NotFoundError: The owner trusts no such key.
+        """
+        request = Request.of(owner, request_id, "RemoveTrustedKey", key_id)
+        async with self._database.transaction(Scope.of_tenant(owner), refusals=RACED) as connection:
+            return await once(connection, request, _KEPT_KEY, lambda: _remove(connection, owner, key_id))
+
+    async def set_policy(self, owner: str, policy: Policy, *, request_id: str = "") -> Policy:
+        """Says what is asked of signatures from now on."""
+        request = Request.of(owner, request_id, "SetSignaturePolicy", policy.value)
+        async with self._database.transaction(Scope.of_tenant(owner), refusals=RACED) as connection:
+            return await once(connection, request, _KEPT_POLICY, lambda: _set_policy(connection, owner, policy))
+
+    async def trust(self, owner: str, signature: bytes) -> Trust:
+        """What a signature that comes now is judged by."""
+        async with self._database.transaction(Scope.of_tenant(owner)) as connection:
+            policy = await _policy(connection, owner)
+            keys = tuple(one.key for one in await _keys(connection, owner)) if signature else ()
+            time = (await connection.execute(select(func.now()))).scalar_one()
+        return Trust(policy, keys, time, signature)
+
+
+async def trust_of(connection: AsyncConnection, owner: str, version: str) -> Trust:
+    """What the signature that a version came with is judged by now; in the owner's scope."""
+    policy = await _policy(connection, owner)
+    columns = signatures.c
+    query = select(columns.bundle, columns.judge_time).where(columns.tenant == owner, columns.version == version)
+    row = (await connection.execute(query)).one_or_none()
+    if row is None:
+        return Trust(policy, (), (await connection.execute(select(func.now()))).scalar_one())
+    return Trust(policy, tuple(one.key for one in await _keys(connection, owner)), row.judge_time, bytes(row.bundle))
+
+
+async def keep_signature(connection: AsyncConnection, owner: str, version: str, trust: Trust) -> None:
+    """Keeps the signature of a version, in the transaction that publishes it."""
+    if trust.signature:
+        row = {"tenant": owner, "version": version, "bundle": trust.signature, "judge_time": trust.time}
+        await connection.execute(insert(signatures).values(row))
+
+
+async def _add(connection: AsyncConnection, owner: str, key: TrustedKey) -> StoredKey:
+    await hold(connection, Lock.TRUST, owner)  # or two at a time would pass the limit together
+    known = await _keys(connection, owner)
+    if len(known) >= MAX_TRUSTED_KEYS and all(one.key.id != key.id for one in known):
+        violation = Violation("trusted_keys", f"{len(known)} are trusted; at most {MAX_TRUSTED_KEYS} may be")
+        raise ResourceExhaustedError(str(violation), violations=[violation])
+    row = {"tenant": owner, **dataclasses.asdict(key)}
+    stored = (await connection.execute(insert(trusted_keys).values(row).returning(*trusted_keys.c))).one()
+    await _tell(connection, owner)
+    return _stored(stored)
+
+
+async def _remove(connection: AsyncConnection, owner: str, key_id: str) -> StoredKey:
+    columns = trusted_keys.c
+    query = delete(trusted_keys).where(columns.tenant == owner, columns.id == key_id).returning(*columns)
+    row = (await connection.execute(query)).one_or_none()
+    if row is None:
+        raise NotFoundError("there is no such trusted key")
+    await _tell(connection, owner)
+    return _stored(row)
+
+
+async def _set_policy(connection: AsyncConnection, owner: str, policy: Policy) -> Policy:
+    if await _policy(connection, owner) is not policy:
+        made = upsert(signature_policies).values(tenant=owner, policy=policy.value)
+        await connection.execute(made.on_conflict_do_update(constraint="pk_signature_policies", set_={"policy": policy.value}))
+        await _tell(connection, owner)
+    return policy
+
+
+async def _tell(connection: AsyncConnection, owner: str) -> None:
+    """Has data planes ask again about what they hold of the tenant."""
+    await record(connection, Change(kind=ChangeKind.TRUST, tenant=owner))
+
+
+async def _policy(connection: AsyncConnection, owner: str) -> Policy:
+    columns = signature_policies.c
+    found = (await connection.execute(select(columns.policy).where(columns.tenant == owner))).scalar_one_or_none()
+    return Policy.OFF if found is None else Policy(found)
+
+
+async def _keys(connection: AsyncConnection, owner: str) -> list[StoredKey]:
+    query = select(*trusted_keys.c).where(trusted_keys.c.tenant == owner).order_by(trusted_keys.c.name)
+    return list(map(_stored, (await connection.execute(query)).all()))
+
+
+def _stored(row: Row[Any]) -> StoredKey:
+    key = TrustedKey(id=row.id, kind=row.kind, algorithm=row.algorithm, pem=row.pem, subject=row.subject, name=row.name)
+    return StoredKey(key, row.create_time)

@@ -1,0 +1,199 @@
+"""Whom a tenant trusts, and what that makes of signatures: at publish, and for the nodes that load."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.fixtures.controlplane import AUDITOR, CALLER, Client, World, adapter_files, refused
+from tests.fixtures.signing import Authority, Signer
+from veneer.controlplane.v1 import catalog_pb2, nodes_pb2, tenants_pb2
+from veneer.controlplane.v1 import signatures_pb2 as pb
+
+OFF, IF_PRESENT, REQUIRE = pb.SIGNATURE_POLICY_OFF, pb.SIGNATURE_POLICY_IF_PRESENT, pb.SIGNATURE_POLICY_REQUIRE
+NAMES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@pytest.fixture
+async def acme(world: World) -> Client:
+    await world.base()
+    return await world.tenant("acme")
+
+
+def files_of(seed: int) -> dict[str, bytes]:
+    files = adapter_files(seed)
+    return dict(zip(NAMES, (files.config, files.weights), strict=True))
+
+
+async def trust(client: Client, pem: bytes, name: str = "trainer", **fields: Any) -> pb.TrustedKey:
+    return (await client.signatures.AddTrustedKey(pb.AddTrustedKeyRequest(name=name, pem=pem, **fields))).key
+
+
+async def ask(client: Client, policy: int) -> None:
+    await client.signatures.SetSignaturePolicy(pb.SetSignaturePolicyRequest(policy=policy))
+
+
+async def grant(node: Client, version: str, *, judges: bool = True) -> nodes_pb2.GrantBlobsResponse:
+    return await node.nodes.GrantBlobs(nodes_pb2.GrantBlobsRequest(version=version, judges_signatures=judges))
+
+
+async def test_keys_are_added_listed_and_removed_and_every_write_is_in_the_log(world: World, acme: Client) -> None:
+    signer, authority = Signer(), Authority(at=Authority.now())
+    key = await trust(acme, signer.pem, request_id="once")
+    assert (key.id, key.kind, key.algorithm) == (signer.trusted.id, pb.TRUSTED_KEY_KIND_KEY, "ECDSA P-256")
+    assert await trust(acme, signer.pem, request_id="once") == key
+    root = await trust(acme, authority.pem, "root")
+    assert (root.kind, root.subject) == (pb.TRUSTED_KEY_KIND_CERTIFICATE, "CN=Root")
+    for again, name in ((signer.pem, "other"), (Signer().pem, "root")):
+        assert (await refused(trust(acme, again, name)))[0] == grpc.StatusCode.ALREADY_EXISTS
+    await ask(acme, REQUIRE)
+    listed = await acme.signatures.ListTrustedKeys(pb.ListTrustedKeysRequest())
+    assert (list(listed.keys), listed.policy) == ([root, key], REQUIRE)
+
+    removed = await acme.signatures.RemoveTrustedKey(pb.RemoveTrustedKeyRequest(id=key.id, request_id="gone"))
+    assert removed.key == key
+    assert await acme.signatures.RemoveTrustedKey(pb.RemoveTrustedKeyRequest(id=key.id, request_id="gone")) == removed
+    code, _ = await refused(acme.signatures.RemoveTrustedKey(pb.RemoveTrustedKeyRequest(id=key.id)))
+    assert code == grpc.StatusCode.NOT_FOUND
+
+    auditor = await world.key("acme", AUDITOR)
+    entries = (await auditor.tenants.ListAudit(tenants_pb2.ListAuditRequest())).entries
+    written = [(one.action, one.object) for one in entries if one.object in ("trusted_keys", "signature_policies")]
+    assert written == [("delete", "trusted_keys"), ("insert", "signature_policies"), *[("insert", "trusted_keys")] * 2]
+
+
+async def test_a_tenant_trusts_at_most_32_and_no_private_keys(acme: Client) -> None:
+    code, text = await refused(trust(acme, b"-----BEGIN " + b"PRIVATE KEY-----"))
+    assert (code, "private key" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    for number in range(32):
+        await trust(acme, Signer().pem, f"key-{number:02}")
+    code, text = await refused(trust(acme, Signer().pem, "one more"))
+    assert (code, "at most 32" in text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+    assert len((await acme.signatures.ListTrustedKeys(pb.ListTrustedKeysRequest())).keys) == 32
+
+
+async def test_what_one_tenant_trusts_is_nothing_to_another(world: World, acme: Client) -> None:
+    other, signer = await world.tenant("other"), Signer()
+    key = await trust(acme, signer.pem)
+    await ask(acme, REQUIRE)
+    listed = await other.signatures.ListTrustedKeys(pb.ListTrustedKeysRequest())
+    assert (len(listed.keys), listed.policy) == (0, OFF)
+    code, _ = await refused(other.signatures.RemoveTrustedKey(pb.RemoveTrustedKeyRequest(id=key.id)))
+    assert code == grpc.StatusCode.NOT_FOUND
+    assert await trust(other, signer.pem)
+    await ask(other, IF_PRESENT)
+    published = await world.publish(other, seed=1, signature=signer.sign(files_of(1)))
+    assert published.version.report.signature.key_name == "trainer"
+
+
+async def test_a_signature_that_holds_is_in_the_report_under_every_policy(world: World, acme: Client) -> None:
+    signer, authority = Signer(), Authority(at=Authority.now())
+    await trust(acme, signer.pem)
+    await trust(acme, authority.pem, "root")
+    for seed, policy in enumerate((OFF, IF_PRESENT, REQUIRE)):
+        await ask(acme, policy)
+        signature = signer.sign({**files_of(seed), "README.md": b"more"})
+        published = await world.publish(acme, seed=seed, signature=signature, request_id=f"signed-{seed}")
+        found = published.version.report.signature
+        assert found.state == pb.SIGNATURE_STATE_VERIFIED
+        assert (found.key_id, found.key_name, found.num_other_files) == (signer.trusted.id, "trainer", 1)
+        assert await world.publish(acme, seed=seed, signature=signature, request_id=f"signed-{seed}") == published
+        code, _ = await refused(world.publish(acme, seed=seed, request_id=f"signed-{seed}"))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT, "with a signature and without are two requests"
+    by_certificate = await world.publish(acme, seed=9, signature=authority.sign(files_of(9)))
+    assert by_certificate.version.report.signature.signer == "CN=Trainer"
+    versions = (await acme.catalog.ListVersions(catalog_pb2.ListVersionsRequest(adapter="style"))).versions
+    assert versions[0] == by_certificate.version
+
+
+async def test_what_does_not_hold_is_refused_with_the_reason_and_nothing_is_stored(world: World, acme: Client) -> None:
+    signer = Signer()
+    await trust(acme, signer.pem)
+    bundle = signer.bundle(files_of(1))
+    bundle["verificationMaterial"] = {"certificate": {"rawBytes": "AAAA"}}
+    for policy in (IF_PRESENT, REQUIRE):
+        await ask(acme, policy)
+        for signature, expected, words in (
+            (Signer().sign(files_of(1)), grpc.StatusCode.FAILED_PRECONDITION, "which is not trusted"),
+            (signer.sign(files_of(2)), grpc.StatusCode.INVALID_ARGUMENT, "has the digest"),
+            (signer.sign({NAMES[0]: files_of(1)[NAMES[0]]}), grpc.StatusCode.INVALID_ARGUMENT, f"{NAMES[1]}: is not among"),
+            (b"no signature", grpc.StatusCode.INVALID_ARGUMENT, "is not JSON"),
+            (json.dumps(bundle).encode(), grpc.StatusCode.INVALID_ARGUMENT, "model_signing sign key"),
+        ):
+            code, text = await refused(world.publish(acme, seed=1, signature=signature))
+            assert (code, words in text) == (expected, True), text
+    code, text = await refused(world.publish(acme, seed=1))
+    assert (code, "is missing" in text) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+    assert (await acme.catalog.ListAdapters(catalog_pb2.ListAdaptersRequest())).adapters == []
+
+
+async def test_without_a_policy_what_a_signature_is_worth_is_told(world: World, acme: Client) -> None:
+    published = await world.publish(acme, seed=1, signature=Signer().sign(files_of(1)))
+    found = published.version.report.signature
+    assert (found.state, found.reason) == (pb.SIGNATURE_STATE_UNVERIFIED, pb.SIGNATURE_REASON_UNKNOWN_KEY)
+    assert "which is not trusted" in found.fault
+    assert not (await world.publish(acme, seed=2)).version.report.HasField("signature")
+
+
+async def test_a_node_is_told_what_it_judges_by_and_an_older_one_is_judged_for(world: World, acme: Client) -> None:
+    signer, node = Signer(), await world.node()
+    key = await trust(acme, signer.pem)
+    signature = signer.sign(files_of(1))
+    signed = (await world.publish(acme, seed=1, signature=signature)).version
+    bare = (await world.publish(acme, seed=2)).version
+    await ask(acme, REQUIRE)
+
+    told = (await grant(node, signed.digest)).trust
+    assert (told.policy, told.signature, [one.id for one in told.keys]) == (REQUIRE, signature, [key.id])
+    age = datetime.datetime.now(datetime.UTC) - told.publish_time.ToDatetime(datetime.UTC)
+    assert abs(age) < datetime.timedelta(minutes=5)
+    told = (await grant(node, bare.digest)).trust
+    assert (told.policy, told.signature, list(told.keys)) == (REQUIRE, b"", [])
+    assert (await grant(node, signed.digest, judges=False)).grant
+    code, text = await refused(grant(node, bare.digest, judges=False))
+    assert (code, "is missing" in text) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+
+    await acme.signatures.RemoveTrustedKey(pb.RemoveTrustedKeyRequest(id=key.id))
+    assert list((await grant(node, signed.digest)).trust.keys) == []
+    code, text = await refused(grant(node, signed.digest, judges=False))
+    assert (code, "which is not trusted" in text) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+    await ask(acme, OFF)
+    assert (await grant(node, bare.digest, judges=False)).grant
+
+
+async def test_every_change_of_trust_is_in_the_feed_and_none_where_nothing_changes(world: World, acme: Client) -> None:
+    node = await world.node()
+    cursor = (await node.nodes.ListChanges(nodes_pb2.ListChangesRequest())).next_cursor
+    key = await trust(acme, Signer().pem)
+    await ask(acme, REQUIRE)
+    await ask(acme, REQUIRE)
+    await acme.signatures.RemoveTrustedKey(pb.RemoveTrustedKeyRequest(id=key.id))
+    seen: list[Any] = []
+    async with asyncio.timeout(60):
+        while len(seen) < 3:
+            page = await node.nodes.ListChanges(nodes_pb2.ListChangesRequest(cursor=cursor))
+            seen += page.changes
+            cursor = page.next_cursor
+    assert [(one.kind, one.tenant, one.version) for one in seen] == [(nodes_pb2.CHANGE_KIND_TRUST, "acme", "")] * 3
+
+
+async def test_a_signature_goes_with_its_version(world: World, acme: Client) -> None:
+    signer = Signer()
+    await trust(acme, signer.pem)
+    await ask(acme, REQUIRE)
+    version = (await world.publish(acme, seed=1, signature=signer.sign(files_of(1)))).version.digest
+    await acme.catalog.DeleteVersion(catalog_pb2.DeleteVersionRequest(adapter="style", version=version, force=True))
+    again = await world.publish(acme, seed=1, signature=signer.sign(files_of(1)))
+    assert (again.version.digest, again.version.number) == (version, 2)
+
+
+async def test_callers_see_whom_their_tenant_trusts_and_change_nothing(world: World, acme: Client) -> None:
+    caller = await world.key("acme", CALLER)
+    await trust(acme, Signer().pem)
+    assert len((await caller.signatures.ListTrustedKeys(pb.ListTrustedKeysRequest())).keys) == 1
+    assert (await refused(trust(caller, Signer().pem, "mine")))[0] == grpc.StatusCode.PERMISSION_DENIED

@@ -1,0 +1,43 @@
+"""What a tenant's key can do about signatures: the part of `veneer.client.Client` that is about whom to trust."""
+
+from __future__ import annotations
+
+from veneer.connection import Connection, identified, typed
+from veneer.controlplane.v1 import signatures_pb2, signatures_pb2_grpc
+
+
+class SignatureCalls(Connection):
+    """Says whose signatures of adapters hold, and what is asked of them. Owned by one event loop.
+
+    Each write takes a `request_id`: the same again is done once and answered the same; empty makes one.
+    """
+
+    @property
+    def _signatures(self) -> signatures_pb2_grpc.SignatureServiceAsyncStub:
+        return signatures_pb2_grpc.SignatureServiceStub(self._channel("control"))
+
+    async def trust_key(self, name: str, pem: bytes, *, request_id: str = "") -> signatures_pb2.TrustedKey:
+        """Trusts a public key, or the certificate of an authority, in PEM form.
+
+        Raises:
+            AlreadyExistsError: It is trusted already, or the name is taken.
+        """
+        request = signatures_pb2.AddTrustedKeyRequest(name=name, pem=pem, request_id=identified(request_id))
+        response = await self._ask(self._signatures.AddTrustedKey, request)
+        return typed(signatures_pb2.TrustedKey, response.key)
+
+    async def trusted_keys(self) -> signatures_pb2.ListTrustedKeysResponse:
+        """Whom the tenant trusts, and what it asks of signatures."""
+        response = await self._ask(self._signatures.ListTrustedKeys, signatures_pb2.ListTrustedKeysRequest())
+        return typed(signatures_pb2.ListTrustedKeysResponse, response)
+
+    async def distrust_key(self, key_id: str, *, request_id: str = "") -> signatures_pb2.TrustedKey:
+        """Trusts a key or authority no longer: what only it signed is loaded nowhere any more, unless the policy is off."""
+        request = signatures_pb2.RemoveTrustedKeyRequest(id=key_id, request_id=identified(request_id))
+        response = await self._ask(self._signatures.RemoveTrustedKey, request)
+        return typed(signatures_pb2.TrustedKey, response.key)
+
+    async def set_signature_policy(self, policy: signatures_pb2.SignaturePolicy.ValueType, *, request_id: str = "") -> None:
+        """Says what is asked of signatures, at publish and at each load."""
+        request = signatures_pb2.SetSignaturePolicyRequest(policy=policy, request_id=identified(request_id))
+        await self._ask(self._signatures.SetSignaturePolicy, request)
