@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
@@ -16,9 +18,17 @@ class Coalesced(Generic[_K, _V]):
     So an answer is never older than the question, and there is one lookup of a key at a time. Owned by one event loop.
     """
 
-    def __init__(self, look_up: Callable[[_K], Awaitable[_V]]) -> None:
-        """Takes the lookup; what it raises, all raise who share it."""
+    def __init__(self, look_up: Callable[[_K], Awaitable[_V]], *, pause_s: float = 0.0) -> None:
+        """Shares lookups.
+
+        Args:
+            look_up: The lookup; what it raises, all raise who share it.
+            pause_s: Time from the begin of one lookup to that of the next, for those of all keys together. Whoever comes
+                meanwhile shares the next. The first one after a pause begins at once.
+        """
         self._look_up = look_up
+        self._pause_s = pause_s
+        self._begun_s = -math.inf
         self._waiting: dict[_K, list[asyncio.Future[_V]]] = {}
         self._running: dict[_K, asyncio.Task[None]] = {}
 
@@ -33,7 +43,10 @@ class Coalesced(Generic[_K, _V]):
 
     async def _run(self, key: _K) -> None:
         try:
-            while (waiting := self._waiting.pop(key, None)) is not None:
+            while key in self._waiting:
+                if self._pause_s:
+                    await self._pause()
+                waiting = self._waiting.pop(key)
                 try:
                     value = await self._look_up(key)
                 except Exception as error:  # noqa: BLE001  it is theirs who wait
@@ -51,6 +64,13 @@ class Coalesced(Generic[_K, _V]):
             del self._running[key]
             for one in self._waiting.pop(key, ()):
                 one.cancel()
+
+    async def _pause(self) -> None:
+        now_s = time.monotonic()
+        if (left_s := self._begun_s + self._pause_s - now_s) > 0:
+            await asyncio.sleep(left_s)
+            now_s = time.monotonic()
+        self._begun_s = now_s
 
 
 def _left(waiting: Iterable[asyncio.Future[_V]]) -> Iterable[asyncio.Future[_V]]:

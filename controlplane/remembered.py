@@ -29,6 +29,8 @@ Subject = tuple[str, str]
 SOON_S: Final = 60.0
 """Credentials that end within this time are asked about each time: only the database's clock may tell whether they have."""
 
+_PAUSE_S: Final = 0.002
+"""From one look to the next: with many calls each look costs a switch to Postgres and back, which more of them may share."""
 _MAX_ENTRIES: Final = 100_000
 _MAX_ANSWERS: Final = 65_536
 _OF_ADAPTERS: Final = (ChangeKind.VERSION, ChangeKind.ALIAS, ChangeKind.GRANT)
@@ -125,7 +127,7 @@ class Freshness:
         self.nodes = Memory[Any, Any]()
         self.answers = Memory[Any, Any](max_entries=_MAX_ANSWERS)
         self._database = database
-        self._looks = Coalesced[None, None](self._look)
+        self._looks = Coalesced[None, None](self._look, pause_s=_PAUSE_S)
         self._connection: Pipeline | None = None
         self._opened_s = 0.0
         self._server: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import Final
 
 from controlplane.identities import Holder
 from controlplane.remembered import SOON_S, Freshness, Memory, node_subject
@@ -13,10 +13,8 @@ from veneer.controlplane.v1 import nodes_pb2
 MAX_BYTES: Final = 2048
 """Of a question and its answer: longer ones are rare, and a memory full of them would take too much."""
 
-
-class _Question(NamedTuple):
-    key_digest: bytes  # of the node's credential
-    request: bytes
+_Question = tuple[bytes, bytes]
+"""Digest of the node's credential, and the request: a plain tuple of bytes is nothing that the garbage collector visits."""
 
 
 class ToldAnswers:
@@ -33,7 +31,7 @@ class ToldAnswers:
 
     def find(self, identity: Identity, request: bytes) -> bytes | None:
         """See `veneer.interceptors.Shortcut`."""
-        known = self._memory.get(_Question(identity.key_digest, request))
+        known = self._memory.get((identity.key_digest, request))
         return None if known is None or known[1] <= self._freshness.now_s else known[0]
 
     def mark(self) -> int:
@@ -53,4 +51,4 @@ class ToldAnswers:
             math.inf if node.expire_time is None else node.expire_time.timestamp(),
             caller.expire_time.ToNanoseconds() / 1e9 if caller.HasField("expire_time") else math.inf,
         )
-        self._memory.put(_Question(identity.key_digest, request), (answer, ends_s - SOON_S), about=about, epoch=mark)
+        self._memory.put((identity.key_digest, request), (answer, ends_s - SOON_S), about=tuple(about), epoch=mark)

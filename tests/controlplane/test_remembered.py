@@ -63,6 +63,22 @@ async def test_one_that_goes_away_takes_nobody_along_and_an_error_is_everybodys(
         await lookups.get("a")
 
 
+async def test_with_a_pause_whoever_comes_in_it_shares_the_next_lookup() -> None:
+    begun: list[int] = []
+
+    async def look_up(key: str) -> int:
+        begun.append(len(begun))
+        return begun[-1]
+
+    lookups = Coalesced[str, int](look_up, pause_s=0.5)
+    assert await lookups.get("a") == 0
+    later = []
+    for _ in range(10):
+        later.append(asyncio.create_task(lookups.get("a")))
+        await asyncio.sleep(0)
+    assert await asyncio.gather(*later) == [1] * 10
+
+
 def test_a_memory_forgets_by_subject_and_drops_what_is_used_least_lately() -> None:
     memory = Memory[str, int](max_entries=2)
     memory.put("a", 1, about=[("t", "x")], epoch=memory.epoch)
