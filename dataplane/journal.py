@@ -112,18 +112,22 @@ class Entry:
     """What one request says of its use: so far, and at its end. Owned by its handler.
 
     Args:
-        journal: Where it is noted.
+        open_journal: Returns where requests are noted now. It is asked with the first word, since the journal of a moment before
+            may be closed by then; what follows is noted in the same one.
         on_lost: Hears that the disk did not take the end.
     """
 
-    def __init__(self, journal: Journal, on_lost: Callable[[Use, OSError], None]) -> None:
-        self._journal = journal
+    def __init__(self, open_journal: Callable[[], Journal], on_lost: Callable[[Use, OSError], None]) -> None:
+        self._open_journal = open_journal
+        self._journal: Journal | None = None
         self._on_lost = on_lost
         self._request = 0
 
     def tell(self, use: Use) -> None:
         """Notes what the request has used so far, which counts as its end if the process is killed."""
-        self._request = self._request or self._journal.begin()
+        if self._journal is None:
+            self._journal = self._open_journal()
+            self._request = self._journal.begin()
         try:
             self._journal.tell(use, self._request)
         except OSError as error:
@@ -132,7 +136,7 @@ class Entry:
     def end(self, use: Use) -> None:
         """Notes what the request used in all."""
         try:
-            self._journal.add(use, self._request)
+            (self._journal or self._open_journal()).add(use, self._request)
         except OSError as error:
             self._on_lost(use, error)
 

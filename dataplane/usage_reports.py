@@ -98,7 +98,7 @@ class UsageReporter:
 
     def entry(self) -> Entry:
         """Returns what notes the use of a request that begins."""
-        return Entry(self.journal, self._lost)
+        return Entry(lambda: self.journal, self._lost)
 
     def add(self, use: Use) -> None:
         """Notes what a request used that told nothing before its end."""

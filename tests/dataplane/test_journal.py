@@ -73,7 +73,7 @@ def test_every_cut_of_a_journal_leaves_whole_records(tmp_path: Path) -> None:
 
 def test_what_a_request_told_counts_where_its_end_is_missing(tmp_path: Path) -> None:
     journal, lost = Journal(tmp_path), list[int]()
-    entries = [Entry(journal, lambda use, _: lost.append(use.prompt_tokens)) for _ in range(4)]
+    entries = [Entry(lambda: journal, lambda use, _: lost.append(use.prompt_tokens)) for _ in range(4)]
     for number, entry in enumerate(entries[:3]):
         entry.tell(use(number, status="UNAVAILABLE"))
     entries[1].end(use(11))
@@ -97,7 +97,7 @@ def test_what_a_request_told_counts_where_its_end_is_missing(tmp_path: Path) -> 
 
 def test_a_journal_waits_for_the_requests_that_told_it_something(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    first, second, third = (Entry(journal, lambda *_: None) for _ in range(3))
+    first, second, third = (Entry(lambda: journal, lambda *_: None) for _ in range(3))
     assert not journal.is_awaited
     for entry in (first, second, second):
         entry.tell(use(1))
