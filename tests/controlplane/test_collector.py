@@ -167,9 +167,8 @@ async def test_wherever_a_publish_is_cut_off_it_is_done_once_and_leaves_nothing(
 ) -> None:
     whole = Fate(at=0)
     await publish(world, whole, seed=0, order=dataclasses.replace(NEVER, request_id="whole"))
-    assert (
-        whole.num_steps == 4 * 2 + 2 * 3 + 2
-    )  # transactions: quotas, base, answer, upload, commit; two files, three places each
+    # transactions: quotas, base, trusted keys, answer, upload; two files, three places each; commit
+    assert whole.num_steps == 5 * 2 + 2 * 3 + 2
 
     for point in range(1, whole.num_steps + 1):
         order = dataclasses.replace(NEVER, request_id=f"cut-{point}")
@@ -196,7 +195,7 @@ async def test_wherever_a_publish_is_cut_off_it_is_done_once_and_leaves_nothing(
 
 async def test_files_are_not_removed_before_their_time(world: World, acme: Client, collector: Collector) -> None:
     with pytest.raises(Crash):
-        await publish(world, Fate(at=11), seed=1)
+        await publish(world, Fate(at=13), seed=1)
     assert await collector.collect() == 0
     assert len(stored(world.settings)) > 0
 
