@@ -33,7 +33,7 @@ _PAUSE_S: Final = 0.002
 """From one look to the next: with many calls each look costs a switch to Postgres and back, which more of them may share."""
 _MAX_ENTRIES: Final = 100_000
 _MAX_ANSWERS: Final = 65_536
-_OF_ADAPTERS: Final = (ChangeKind.VERSION, ChangeKind.ALIAS, ChangeKind.GRANT)
+_OF_ADAPTERS: Final = (ChangeKind.VERSION, ChangeKind.ALIAS, ChangeKind.GRANT, ChangeKind.PROBE)
 _MAX_CONNECTION_S: Final = 60.0
 # What this snapshot shows and the one before did not has a number from the older one's xmin on.
 _NOW = Statement(

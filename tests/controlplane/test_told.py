@@ -10,6 +10,7 @@ import pytest
 from google.protobuf import duration_pb2
 
 from controlplane import remembered, told
+from controlplane.changes import ChangeKind
 from controlplane.pipeline import Statement
 from controlplane.remembered import Freshness
 from controlplane.resolve import Resolver
@@ -175,3 +176,20 @@ async def test_long_answers_are_not_kept(world: World, owner: Client, asked: lis
         await _resolve(node, owner)
     assert asked == ["style", "style"]
     assert len(world.plane._freshness.answers) == 0
+
+
+async def test_a_probe_of_one_tenants_version_costs_no_other_what_is_remembered(
+    world: World, owner: Client, database: TestDatabase, asked: list[str]
+) -> None:
+    node, rival = await world.node(), await world.tenant("rival")
+    await world.publish(rival, "noisy", seed=2)
+    for key, adapter in ((owner, "style"), (rival, "noisy")):
+        await _resolve(node, key, adapter)
+    with database.connect() as connection:
+        connection.execute(
+            "INSERT INTO changes (kind, tenant, adapter, version, generation) VALUES (%s, 'rival', 'noisy', '', 0)",
+            [int(ChangeKind.PROBE)],
+        )
+    for key, adapter in ((owner, "style"), (rival, "noisy")):
+        await _resolve(node, key, adapter)
+    assert asked == ["style", "noisy", "noisy"]
