@@ -88,10 +88,12 @@ class Database:
         relay: Engine of `veneer_relay`, which reads the outbox and the change feed.
         pool_size: Connections of a role that stay open. What is asked often keeps to so many: to make a further one takes longer
             than to wait.
+        answer_s: How long an answer on a held connection may take: longer than any that a server that lives gives.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.pool_size = settings.pool_size
+        self.answer_s = settings.pool_timeout_s + settings.statement_timeout_s
         self._settings = settings
         self._lines: list[Lines] = []
         self.app = _engine(settings, APP_ROLE, overflow=settings.pool_overflow)
@@ -139,12 +141,7 @@ class Database:
 
     def lines(self, role: str, *statements: Statement) -> Lines:
         """Held connections of a role for reads that are asked often; closed with the others."""
-        settings = self._settings
-        lines = Lines(
-            lambda: self.open(role, *statements),
-            size=settings.pool_size,
-            timeout_s=settings.pool_timeout_s + settings.statement_timeout_s,
-        )
+        lines = Lines(lambda: self.open(role, *statements), size=self.pool_size, timeout_s=self.answer_s)
         self._lines.append(lines)
         return lines
 

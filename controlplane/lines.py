@@ -89,27 +89,31 @@ class Lines:
 
     async def _add_another(self) -> None:
         async with self._opening:
-            with contextlib.suppress(UnavailableError):  # those that are open do the work
-                await self._add()
+            with contextlib.suppress(UnavailableError, TimeoutError):  # those that are open do the work
+                async with asyncio.timeout(self._timeout_s):
+                    await self._add()
 
     def _leave_old(self) -> None:
         now_s = time.monotonic()
-        left = [one for one in self._open if not one[0].is_open or one[1] <= now_s]
+        left = [one for one in self._open if one[1] <= now_s or not self._answers(one[0])]
         if left:
             self._open = [one for one in self._open if one not in left]
             for line, _ in left:
-                self._start(_end(line))
+                self._start(self._end(line))
+
+    def _answers(self, line: Pipeline) -> bool:
+        """Whether a connection is open, to a server that does not hang: who asked may have gone away before that was known."""
+        return line.is_open and line.waits_s <= self._timeout_s
+
+    async def _end(self, line: Pipeline) -> None:
+        """Closes a connection when it has answered."""
+        try:
+            while self._answers(line) and line.num_asked:  # noqa: ASYNC110  it is asked nothing more, and answers have a deadline
+                await asyncio.sleep(_LEAVE_S)
+        finally:
+            await line.close()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def _end(line: Pipeline) -> None:
-    """Closes a connection when it has answered."""
-    try:
-        while line.is_open and line.num_asked:  # noqa: ASYNC110  it is asked nothing more, and each answer has a deadline
-            await asyncio.sleep(_LEAVE_S)
-    finally:
-        await line.close()

@@ -7,6 +7,7 @@ once, its parameters go out in binary form, and what came is read when the socke
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Statement:
 @dataclass(slots=True)
 class _Transaction:
     answer: asyncio.Future[list[Rows]]
+    asked_s: float = field(default_factory=time.monotonic)
     rows: list[Rows] = field(default_factory=list)
     error: psycopg.Error | None = None
 
@@ -63,6 +65,11 @@ class Pipeline:
     def num_asked(self) -> int:
         """How many transactions are on their way."""
         return len(self._transactions)
+
+    @property
+    def waits_s(self) -> float:
+        """For how long the first of these has been on its way; 0 where there is none."""
+        return time.monotonic() - self._transactions[0].asked_s if self._transactions else 0.0
 
     async def prepare(self, *statements: Statement) -> None:
         """Prepares statements.

@@ -7,6 +7,7 @@ memory while the database cannot be reached.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -160,12 +161,13 @@ class Freshness:
     async def _look(self, _: None) -> None:
         is_held = self._connection is not None
         try:
-            rows = await self._read()
-        except psycopg.Error as error:
+            async with asyncio.timeout(self._database.answer_s):  # a server that hangs ends no connection by itself
+                rows = await self._read()
+        except (psycopg.Error, TimeoutError) as error:
             await self._give_up()
             if not is_held:
                 raise UnavailableError("the database is away", retry_after_s=1.0) from error
-            await self._look(None)  # the connection may have been older than the database's last start
+            await self._look(None)  # the connection may have been older than the database's last start, or to a server that hangs
             return
         except BaseException:
             await self._give_up()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 
 import psycopg
@@ -105,6 +107,24 @@ async def test_an_answer_that_does_not_come_is_not_waited_for(settings: Settings
         with pytest.raises((TimeoutError, psycopg.errors.QueryCanceled)):
             await lines.ask((LOCK, []))
     await opened.close()
+
+
+async def test_a_connection_whose_answer_is_late_is_asked_nothing_more(settings: Settings) -> None:
+    opened = Database(settings.model_copy(update={"pool_timeout_s": 1.0, "statement_timeout_s": 1.0}))
+    lines = opened.lines(APP_ROLE, PID)
+    hung = await _pid(lines)
+    os.kill(hung, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(60):
+            while True:
+                try:  # who asks does not wait for as long as the connection has
+                    assert await asyncio.wait_for(_pid(lines), 1.0) != hung
+                    break
+                except TimeoutError:
+                    continue
+    finally:
+        os.kill(hung, signal.SIGCONT)
+        await opened.close()
 
 
 async def test_a_database_that_is_away_is_unavailable_until_it_is_back(settings: Settings) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import Any
 
 import grpc
@@ -11,10 +13,11 @@ from google.protobuf import duration_pb2
 
 from controlplane import remembered
 from controlplane.coalesced import Coalesced
+from controlplane.db import Database
 from controlplane.identities import Holder, Identities
 from controlplane.pipeline import Statement
-from controlplane.remembered import Memory
-from controlplane.settings import APP_ROLE
+from controlplane.remembered import Freshness, Memory
+from controlplane.settings import APP_ROLE, Settings
 from controlplane.vault import open_vault
 from tests.fixtures.controlplane import BASE_DIGEST, Client, World
 from veneer.controlplane.v1 import catalog_pb2, nodes_pb2, tenants_pb2
@@ -183,6 +186,28 @@ async def test_where_another_server_answers_nothing_is_read_from_the_one_of_befo
     await _look(world)
     assert database.app.sync_engine.pool is not before[0]
     assert await lines.ask((asked, [])) != before[1]
+
+
+async def test_a_server_that_hangs_is_left_once_its_answer_is_late(settings: Settings) -> None:
+    database = Database(settings.model_copy(update={"pool_timeout_s": 1.0, "statement_timeout_s": 1.0}))
+    freshness = Freshness(database)
+    await freshness.check()
+    assert freshness._connection is not None
+    hung = freshness._connection.connection.info.backend_pid
+    os.kill(hung, signal.SIGSTOP)  # its kernel goes on to confirm what is sent
+    try:
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    await freshness.check()
+                    break
+                except UnavailableError:
+                    continue
+        assert freshness._connection.connection.info.backend_pid != hung
+    finally:
+        os.kill(hung, signal.SIGCONT)
+        await freshness.close()
+        await database.close()
 
 
 @pytest.mark.parametrize(("on", "lookups"), [("0 s", 1), ("58 min", 1), ("59.5 min", 3), ("2 h", 3)])
