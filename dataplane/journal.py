@@ -25,6 +25,7 @@ from dataplane.usage import Use
 _log = logging.getLogger(__name__)
 _SUFFIX = ".journal"
 _SENT = ".sent"
+_MADE = ".made"
 
 
 class Line(NamedTuple):
@@ -58,8 +59,10 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = folder / f"{secrets.token_hex(16)}{_SUFFIX}"
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        made = self.path.with_suffix(_MADE)
+        self._file = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         fcntl.flock(self._file, fcntl.LOCK_EX)  # it ends with the process
+        made.rename(self.path)  # not before: to another process on the folder it would be one that was left behind
         self.size_bytes = 0
         self._last_request = 0
         self._running: set[int] = set()

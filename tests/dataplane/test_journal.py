@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import zlib
 from pathlib import Path
 
@@ -127,3 +128,20 @@ def test_uses_are_summed_by_version_and_hour() -> None:
     sums = summed([use(5), use(6, status="CANCELLED", unix_s=7199), use(7, unix_s=7200)])
     key = UseKey("acme", "acme", "bot", "a" * 64, "ab" * 32, 3600)
     assert sums == {key: UseCounts(2, 1, 11, 2, 4), key._replace(hour=7200): UseCounts(1, 0, 7, 1, 2)}
+
+
+def test_a_journal_that_is_being_made_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, seen = fcntl.flock, list[list[Path]]()
+
+    def locked(file: int, operation: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "flock", lock)
+            seen.append(journals.left_behind(tmp_path))  # as another process would see it
+        lock(file, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", locked)
+        journal = Journal(tmp_path)
+    assert seen == [[]]
+    assert list(tmp_path.iterdir()) == [journal.path]
+    journal.close()
