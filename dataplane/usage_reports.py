@@ -48,6 +48,10 @@ class _Place:
     taken: int = 0
 
 
+class _SetBackError(OSError):
+    """The control plane took records that it does not know any more: its database is a copy from before."""
+
+
 class _Read(Protocol):
     """Reads the next lines from an offset on; see `dataplane.journal.read`."""
 
@@ -125,7 +129,11 @@ class UsageReporter:
         for live in list(self._live):
             await asyncio.to_thread(live.journal.sync)
             read = partial(journals.read, live.journal.path)
-            live.place = await self._send(live.journal.path, live.place, read)
+            try:
+                live.place = await self._send(live.journal.path, live.place, read)
+            except _SetBackError:
+                live.place = _Place()  # the next look tells of all of it again, as a new process would
+                raise
         self._turn_over()
         for path in await asyncio.to_thread(journals.sent, self._folder):
             await self._report(journals.name_of(path), _NEVER, _NEVER, {}, is_over=True)
@@ -192,7 +200,8 @@ class UsageReporter:
         if taken >= last:
             return _Place(end, last, taken)
         if taken <= place.taken:
-            raise OSError(f"the control plane knows {taken} records of a journal that was sent to {place.taken}")
+            kind = _SetBackError if taken < place.taken else OSError
+            raise kind(f"the control plane knows {taken} records of a journal that was sent to {place.taken}")
         return replace(place, taken=taken)
 
     async def _tell(self, journal: str, first: int, last: int, lines: Sequence[Line]) -> tuple[int, AbstractSet[UseKey]]:

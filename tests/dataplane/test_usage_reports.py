@@ -40,3 +40,26 @@ async def test_a_request_that_waits_while_a_journal_grows_large_is_noted_in_the_
     await reporter.send()
     await reporter.close()
     assert (counts.requests, counts.prompt_tokens, lost) == (4, 2 + 3 + 5 + 6, [])
+
+
+async def test_a_ledger_that_was_set_back_is_told_again_of_what_it_forgot(tmp_path: Path) -> None:
+    taken, counted = 0, list[int]()
+
+    async def report(journal: str, first: int, last: int, uses: Mapping[UseKey, UseCounts], /, *, is_over: bool = False) -> int:
+        nonlocal taken
+        if first == taken + 1:
+            taken = last
+            counted.append(sum(one.prompt_tokens for one in uses.values()))
+        return taken
+
+    reporter = UsageReporter(tmp_path, report)
+    for number in (1, 2, 4):
+        reporter.add(use(number))
+        await reporter.send()
+    taken, counted = 1, [1]  # a copy of the database from before
+    reporter.add(use(8))
+    with pytest.raises(OSError, match="knows 1 records of a journal that was sent to 3"):
+        await reporter.send()
+    await reporter.send()
+    await reporter.close()
+    assert (sum(counted), taken) == (1 + 2 + 4 + 8, 4)
