@@ -34,6 +34,7 @@ _PAUSE_S: Final = 0.002
 """From one look to the next: with many calls each look costs a switch to Postgres and back, which more of them may share."""
 _MAX_ENTRIES: Final = 100_000
 _MAX_ANSWERS: Final = 65_536
+_OF_TENANTS: Final = (ChangeKind.KEY, ChangeKind.TRUST)
 _OF_ADAPTERS: Final = (ChangeKind.VERSION, ChangeKind.ALIAS, ChangeKind.GRANT, ChangeKind.PROBE)
 _MAX_CONNECTION_S: Final = 60.0
 # What this snapshot shows and the one before did not has a number from the older one's xmin on.
@@ -213,7 +214,7 @@ class Freshness:
             await broken.close()
 
     def _forget(self, kind: int, tenant: str, adapter: str) -> None:
-        if kind == ChangeKind.KEY:
+        if kind in _OF_TENANTS:
             memory, subject = self.tenants, (tenant, "")
         elif kind in _OF_ADAPTERS:
             memory, subject = self.adapters, (tenant, adapter)

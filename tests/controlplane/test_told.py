@@ -178,17 +178,19 @@ async def test_long_answers_are_not_kept(world: World, owner: Client, asked: lis
     assert len(world.plane._freshness.answers) == 0
 
 
-async def test_a_probe_of_one_tenants_version_costs_no_other_what_is_remembered(
-    world: World, owner: Client, database: TestDatabase, asked: list[str]
+@pytest.mark.parametrize("change", [("PROBE", "noisy"), ("TRUST", "")])
+async def test_what_one_tenant_tells_of_itself_costs_no_other_what_is_remembered(
+    change: tuple[str, str], world: World, owner: Client, database: TestDatabase, asked: list[str]
 ) -> None:
     node, rival = await world.node(), await world.tenant("rival")
     await world.publish(rival, "noisy", seed=2)
     for key, adapter in ((owner, "style"), (rival, "noisy")):
         await _resolve(node, key, adapter)
+    kind, about = change
     with database.connect() as connection:
         connection.execute(
-            "INSERT INTO changes (kind, tenant, adapter, version, generation) VALUES (%s, 'rival', 'noisy', '', 0)",
-            [int(ChangeKind.PROBE)],
+            "INSERT INTO changes (kind, tenant, adapter, version, generation) VALUES (%s, 'rival', %s, '', 0)",
+            [int(ChangeKind[kind]), about],
         )
     for key, adapter in ((owner, "style"), (rival, "noisy")):
         await _resolve(node, key, adapter)
