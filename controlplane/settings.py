@@ -29,7 +29,7 @@ class Settings(BaseSettings):
         relay_password: Password of `veneer_relay`.
         owner_url: Address with the user that owns the tables; only `migrate` and `bootstrap` use it.
         owner_password: Password of that user, where the address holds none.
-        pool_size: Connections kept open for each role.
+        pool_size: Connections kept open for each role; reads that are asked often have as many of their own.
         pool_overflow: Further connections of the application role under load.
         pool_timeout_s: Wait for a free connection, then UNAVAILABLE.
         connect_timeout_s: Wait for a connection to be made; libpq knows no less than 2.
