@@ -80,8 +80,7 @@ class Circuits:
         record = self._records.get(version)
         if record is None or (rest_s := self._rest_s(record)) <= 0:
             return None
-        error = record.error
-        return type(error)(error.message, violations=error.violations, retry_after_s=rest_s)
+        return _bare(record.error, retry_after_s=rest_s)
 
     def is_probe(self, version: str) -> bool:
         """Whether a load of the version would be a probe, which is tried once."""
@@ -96,9 +95,10 @@ class Circuits:
             error: Why it failed.
             for_good: Whether trying again soon is in vain: the circuit opens at once.
         """
-        record = self._records.setdefault(version, _Record(error))
+        bare = _bare(error)
+        record = self._records.setdefault(version, _Record(bare))
         self._records.move_to_end(version)
-        record.error = error
+        record.error = bare
         record.failures += 1
         if for_good or record.open_until_s is not None or record.failures >= self._max_failures:
             record.pause_s = min(record.pause_s * 2, self._max_pause_s) if record.pause_s else self._pause_s
@@ -123,3 +123,8 @@ class Circuits:
 
     def _rest_s(self, record: _Record) -> float:
         return 0.0 if record.open_until_s is None else max(0.0, record.open_until_s - self._clock())
+
+
+def _bare(error: VeneerError, *, retry_after_s: float | None = None) -> VeneerError:
+    """Returns an error without its traceback, which holds all of the load that failed: tasks, calls and buffers."""
+    return type(error)(error.message, violations=error.violations, retry_after_s=retry_after_s)

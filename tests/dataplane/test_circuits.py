@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -73,3 +75,24 @@ def test_only_so_many_are_remembered(clock: Clock) -> None:
     for version in ("a", "b", "a", "c"):
         circuits.failed(version, AWAY, for_good=True)
     assert set(states(circuits)) == {"a", "c"}
+
+
+class _Held:
+    """What a frame of a failed load refers to."""
+
+
+def test_nothing_of_a_failed_load_is_held(clock: Clock) -> None:
+    def load(held: _Held) -> None:
+        raise UnavailableError("the store cannot be read")
+
+    circuits = make(clock)
+    held = _Held()
+    left = weakref.ref(held)
+    try:
+        load(held)
+    except UnavailableError as error:
+        circuits.failed("v", error, for_good=True)
+    del held
+    gc.collect()
+    assert left() is None
+    assert circuits.refusal("v") is not None
