@@ -225,8 +225,11 @@ async def measure_store(stack: Stack, *, count: int) -> list[Row]:
     ]
 
 
-async def _settled(stack: Stack, *, readings: int = 10) -> dict[str, int]:
-    """Returns the least of some readings of what each process holds: what one takes for a moment is not held."""
+async def _settled(stack: Stack, *, readings: int = 70) -> dict[str, int]:
+    """Returns the least of some readings of what each process holds: what one takes for a moment is not held.
+
+    They go on for longer than the planes take from one trim of their heaps to the next.
+    """
     least: dict[str, int] = {}
     for _ in range(readings):
         await asyncio.sleep(0.5)

@@ -102,6 +102,5 @@ class Plane:
 
     def _environment(self) -> dict[str, str]:
         settings = {f"{self._prefix}{name.upper()}": value for name, value in self._settings.items()}
-        # Huge pages for weights and caches make a step on the CPU about a third faster.
         # gRPC's handlers of forks crash children of the planes: see `veneer.server.run_main`.
-        return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "GRPC_ENABLE_FORK_SUPPORT": "false", **os.environ, **settings}
+        return {"GRPC_ENABLE_FORK_SUPPORT": "false", **os.environ, **settings}
