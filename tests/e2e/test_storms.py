@@ -54,14 +54,18 @@ async def test_equal_files_of_two_tenants_are_loaded_and_freed_each_by_itself(
     model_base: BaseDescription,
     tmp_path: Path,
 ) -> None:
-    files = write_marker(tmp_path / "twin", model_base, "J")
-    versions = [(await client.publish(files, adapter="twin", base=model_base.digest)).version.digest for client in (acme, rival)]
+    stable, files = (write_marker(tmp_path / marker, model_base, marker) for marker in "KJ")
+    versions = []
+    for client in (acme, rival):
+        await client.publish(stable, adapter="twin", base=model_base.digest)
+        assert (await generate(client, "twin", max_tokens=4)).text == "KKKK"  # what an alias moves to is brought: it is there
+        versions.append((await client.publish(files, adapter="twin", base=model_base.digest)).version.digest)
     assert len(set(versions)) == 2
 
     async def cold(client: Client, version: str) -> dict[str, float]:
-        """What a first request brings about, and after it an unload."""
+        """What a first request brings about."""
         before = await _hops(stack)
-        answer = await generate(client, "twin", max_tokens=40)
+        answer = await generate(client, "twin", version=version, max_tokens=40)
         assert answer.text == "J" * 40
         assert answer.served is not None
         assert answer.served.version == version
