@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from pydantic import TypeAdapter
-from sqlalchemy import Row, delete, func, insert, select
+from sqlalchemy import Row, delete, func, insert, select, true
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -113,13 +113,15 @@ class Signatures:
 
 async def trust_of(connection: AsyncConnection, owner: str, version: str) -> Trust:
     """What the signature that a version came with is judged by now; in the owner's scope."""
-    policy = await _policy(connection, owner)
-    columns = signatures.c
-    query = select(columns.bundle, columns.judge_time).where(columns.tenant == owner, columns.version == version)
-    row = (await connection.execute(query)).one_or_none()
-    if row is None:
-        return Trust(policy, (), (await connection.execute(select(func.now()))).scalar_one())
-    return Trust(policy, tuple(one.key for one in await _keys(connection, owner)), row.judge_time, bytes(row.bundle))
+    columns, policies = signatures.c, signature_policies.c
+    mine = select(columns.bundle, columns.judge_time).where(columns.tenant == owner, columns.version == version).subquery()
+    policy = select(policies.policy).where(policies.tenant == owner).scalar_subquery()
+    asked = select(policy.label("policy"), func.now().label("now")).subquery()
+    row = (await connection.execute(select(asked, mine).outerjoin_from(asked, mine, true()))).one()
+    asks = Policy.OFF if row.policy is None else Policy(row.policy)
+    if row.bundle is None:
+        return Trust(asks, (), row.now)
+    return Trust(asks, tuple(one.key for one in await _keys(connection, owner)), row.judge_time, bytes(row.bundle))
 
 
 async def keep_signature(connection: AsyncConnection, owner: str, version: str, trust: Trust) -> None:

@@ -41,6 +41,11 @@ class Grant:
     owner: str
     trust: Trust = field(default_factory=Trust)
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether the owner asks anything of signatures; what one is worth beyond that was told at publish."""
+        return self.trust.policy is not Policy.OFF
+
     def check_signature(self) -> None:
         """Judges the signature against the files that the grant names.
 
@@ -48,7 +53,7 @@ class Grant:
             SignatureError: The owner's policy does not allow the version.
         """
         trust = self.trust
-        if trust.policy is not Policy.OFF:  # what a signature is worth beyond that was told at publish
+        if self.is_judged:
             files = {blob.name: blob.digest for blob in self.blobs}
             judge(trust.policy, trust.signature, trust.keys, files, at=trust.time)
 
