@@ -96,3 +96,35 @@ asyncio.run(main())
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap of another C library")
 def test_what_lies_free_between_what_is_held_is_given_back() -> None:
     subprocess.run([sys.executable, "-c", _TRIMMING], check=True, timeout=100)
+
+
+_COLLECTING = """
+import asyncio, gc, weakref
+from veneer.heap import keep_trimmed
+
+class Held:
+    pass
+
+def leave_a_cycle():
+    held = Held()
+    held.itself = held
+    return weakref.ref(held)
+
+async def main():
+    gc.disable()
+    task = asyncio.create_task(keep_trimmed(interval_s=0.01))
+    async with asyncio.timeout(60):
+        while not gc.get_freeze_count():
+            await asyncio.sleep(0.01)
+        left = leave_a_cycle()
+        while left() is not None:
+            await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+asyncio.run(main())
+"""
+
+
+def test_what_was_there_is_exempt_and_cycles_that_come_later_are_collected() -> None:
+    subprocess.run([sys.executable, "-c", _COLLECTING], check=True, timeout=100)
