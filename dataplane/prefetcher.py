@@ -199,6 +199,7 @@ class Prefetcher:
         """Host images made room for others."""
         for version in versions:
             self._staged.discard(version)
+            self._distrusted.discard(version)
             self._engine.unstage(version)
             self._metrics.evicted("disk", "room")
             self._count_waste(version)
@@ -324,8 +325,8 @@ class Prefetcher:
 
     def _drop(self, version: str) -> None:
         """Lets a version go; requests that run keep their lease on the device copy."""
-        self._staged.discard(version)
-        self._on_device.discard(version)
+        for held in (self._staged, self._on_device, self._distrusted):
+            held.discard(version)
         self._unloads.begin(version, disk_bytes=self._cache.remove(version))
         self._engine.unstage(version, drop_device=True)
         self._count_waste(version)

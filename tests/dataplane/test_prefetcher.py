@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -120,6 +120,17 @@ async def test_a_corrupt_image_is_fetched_again_once(rig: Rig) -> None:
     await rig.prefetcher.ensure(VERSION).loaded
     rig.prefetcher.moved(VERSION, "device", seconds=0.1)
     assert rig.store.started == [VERSION] * 3
+
+
+@pytest.mark.parametrize("let_go", [lambda rig: rig.prefetcher.unload(VERSION), lambda rig: rig.prefetcher.evicted((VERSION,))])
+async def test_that_an_image_was_corrupt_is_forgotten_with_the_version(rig: Rig, let_go: Callable[[Rig], None]) -> None:
+    await rig.prefetcher.ensure(VERSION).loaded
+    rig.prefetcher.moved(VERSION, "corrupt", seconds=0)
+    await rig.prefetcher.ensure(VERSION).loaded
+    let_go(rig)
+    await rig.prefetcher.ensure(VERSION).loaded
+    rig.prefetcher.moved(VERSION, "corrupt", seconds=0)
+    assert "fail" not in {call[0] for call in rig.engine.calls}
 
 
 async def test_a_claim_says_where_the_version_was(rig: Rig) -> None:
