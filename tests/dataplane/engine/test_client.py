@@ -179,6 +179,13 @@ async def test_a_killed_engine_ends_every_stream_unavailable(started: Any) -> No
         await collect(client, request("b", [1]))
 
 
+async def test_an_engine_on_the_processor_gives_way_to_other_processes(started: Any) -> None:
+    client: EngineClient = await started(in_process=False)
+    assert client.pid is not None
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, client.pid) == min(19, niceness + 5)
+
+
 async def test_stopping_ends_running_requests_unavailable_and_the_process(started: Any) -> None:
     client: EngineClient = await started(in_process=False)
     stream = client.submit(request("a", [1] * 50, max_tokens=200))
