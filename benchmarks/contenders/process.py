@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ import psutil
 from benchmarks.workload import Run, Workload
 
 _ROOT = Path(__file__).resolve().parents[2]
+_STILL = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Process:
             env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **(environment or {})},
         )
         self.settings: dict[str, Any] = self._answer()
-        self._signal("suspend")
+        self._suspend()
 
     def __enter__(self) -> Self:
         return self
@@ -72,18 +74,18 @@ class Process:
     def run(self, workload: Workload) -> Run:
         """Generates all tokens once."""
         assert self._child.stdin is not None
-        self._signal("resume")
+        self._resume()
         self._child.stdin.write(json.dumps(dataclasses.asdict(workload)) + "\n")
         self._child.stdin.flush()
         run = Run(**self._answer())
-        self._signal("suspend")
+        self._suspend()
         return run
 
     def close(self) -> None:
         """Ends it. Idempotent."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
-        self._signal("resume")
+        self._resume()
         self._child.stdin.close()
         self._child.stdout.close()
         self._child.wait(120)
@@ -96,8 +98,20 @@ class Process:
             raise RuntimeError(f"the contender {self._name} ended with status {self._child.wait()}")
         return json.loads(line)
 
-    def _signal(self, action: str) -> None:
-        if self._child.poll() is None:
-            process = psutil.Process(self._child.pid)
-            for one in (process, *process.children(recursive=True)):
-                getattr(one, action)()
+    def _resume(self) -> None:
+        for one in self._family():
+            one.resume()
+
+    def _suspend(self) -> None:
+        """Returns when all stand still: one that waits for its turn stops only then."""
+        family = self._family()
+        for one in family:
+            one.suspend()
+        while any(one.status() not in _STILL for one in family):
+            time.sleep(0.001)
+
+    def _family(self) -> list[psutil.Process]:
+        if self._child.poll() is not None:
+            return []
+        process = psutil.Process(self._child.pid)
+        return [process, *process.children(recursive=True)]
