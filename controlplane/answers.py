@@ -19,6 +19,7 @@ from controlplane.catalog import Alias, Arm, Version
 from controlplane.locks import Lock, hold
 from controlplane.organization_tables import organization_requests
 from controlplane.probe_report import ProbeReport
+from veneer.access import current_kind
 from veneer.artifact import Report
 from veneer.errors import AbortedError, InvalidArgumentError, VeneerError, Violation
 from veneer.signature import SignatureReport
@@ -56,9 +57,9 @@ class Request:
 
     @classmethod
     def of(cls, tenant: str, request_id: str, method: str, *content: object) -> Request:
-        """A write with what it says, in values that JSON can spell."""
+        """A write with what it says, in values that JSON can spell; an operator's is kept apart (see `of_operator`)."""
         digest = hashlib.sha256(json.dumps([method, *content]).encode()).digest()
-        return cls(tenant, request_id, method, digest)
+        return cls(tenant, _apart(request_id) if current_kind() == "operator" else request_id, method, digest)
 
     @classmethod
     def of_organization(cls, organization: str, request_id: str, method: str, *content: object) -> Request:
@@ -78,8 +79,11 @@ class Request:
 
         It is kept apart: nobody else's request_id is as long.
         """
-        kept = f"operator/{hashlib.sha512(request_id.encode()).hexdigest()}" if request_id else ""
-        return dataclasses.replace(cls.of(owner, kept, method, *content), space=space)
+        return dataclasses.replace(cls.of(owner, request_id, method, *content), id=_apart(request_id), space=space)
+
+
+def _apart(request_id: str) -> str:
+    return f"operator/{hashlib.sha512(request_id.encode()).hexdigest()}" if request_id else ""
 
 
 async def answered(connection: AsyncConnection, request: Request) -> dict[str, Any] | None:

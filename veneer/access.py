@@ -127,6 +127,12 @@ def current_identity() -> Identity:
     return identity
 
 
+def current_kind() -> Kind | None:
+    """What the credential is of the call that runs in this task; None when no call runs."""
+    identity = _identity.get()
+    return None if identity is None else identity.kind
+
+
 def current_actor() -> str:
     """Who makes the call that runs in this task, as logs name it: kind and identifier of the key; `service` when no call runs."""
     identity = _identity.get()
