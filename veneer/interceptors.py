@@ -244,6 +244,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if call.identity is not None:
             identity = current_identity()  # a method that was open to any bearer may have found out whose key it is
             facts |= {"kind": identity.kind, "key_id": identity.key_id, "tenant": identity.tenant}
+            facts |= {"organization": identity.organization}
         _LOG.log(level, "call ended", extra=facts)
 
 

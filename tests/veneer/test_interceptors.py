@@ -250,6 +250,7 @@ async def test_one_line_is_logged_for_a_call(plane: Plane, caplog: pytest.LogCap
     [record] = [record for record in caplog.records if record.message == "call ended"]
     facts = vars(record)
     assert (facts["method"], facts["code"], facts["tenant"], facts["key_id"]) == ("/test.Four/UnaryUnary", "OK", "acme", "k1")
+    assert facts["organization"] == ""
     assert SECRET not in str(facts)
 
 
