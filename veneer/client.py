@@ -24,6 +24,7 @@ from veneer.locations import Location, Locations
 from veneer.origin import NO_ORIGIN, Origin
 from veneer.release_calls import ReleaseCalls
 from veneer.replicas import Replicas, read_addresses
+from veneer.serving_calls import ServingCalls
 from veneer.signature_calls import SignatureCalls
 from veneer.signature_file import read_signature
 
@@ -52,7 +53,7 @@ Event = generation_pb2.Served | generation_pb2.Echo | generation_pb2.Chunk | gen
 """What a stream is made of: first one `Served`, then an `Echo` where asked for, then `Chunk`s and a `Finish` for each choice."""
 
 
-class Client(CanaryCalls, ReleaseCalls, SignatureCalls):
+class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
     """What a tenant's key can do; all addresses are those of the callers' listeners. Owned by one event loop.
 
     Of several data planes, a request goes to one that holds its adapter, as the control plane knows, and is well; to another one

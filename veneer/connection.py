@@ -1,4 +1,4 @@
-"""What both clients share: channels to both planes, opened at their first use, and the calls that either kind of key may make."""
+"""What all clients share: channels to both planes, opened at their first use, and the calls that each kind of key may make."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from veneer.channel import ClientTls, bearer, open_channel, pages, typed_errors
-from veneer.controlplane.v1 import bases_pb2, bases_pb2_grpc, tenants_pb2, tenants_pb2_grpc
+from veneer.controlplane.v1 import tenants_pb2, tenants_pb2_grpc
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, Violation
 
 _T = TypeVar("_T")
@@ -71,17 +71,8 @@ class Connection:
         return [row async for row in pages(fetch, field)]
 
     @property
-    def _bases(self) -> bases_pb2_grpc.BaseServiceAsyncStub:
-        return bases_pb2_grpc.BaseServiceStub(self._channel("control"))
-
-    @property
     def _tenants(self) -> tenants_pb2_grpc.TenantServiceAsyncStub:
         return tenants_pb2_grpc.TenantServiceStub(self._channel("control"))
-
-    async def bases(self) -> list[bases_pb2.Base]:
-        """All registered bases, newest first."""
-        stub = self._bases
-        return await self._all(lambda token: self._ask(stub.ListBases, bases_pb2.ListBasesRequest(page_token=token)), "bases")
 
     async def create_key(
         self, *, roles: Sequence[str], tenant: str = "", label: str = "", lifetime_s: float | None = None, request_id: str = ""
@@ -175,28 +166,6 @@ class Connection:
             if not token:
                 break
         return found
-
-    async def set_fallback(
-        self,
-        policy: tenants_pb2.FallbackPolicy.ValueType,
-        *,
-        default: tenants_pb2.DefaultFallback.ValueType = tenants_pb2.DEFAULT_FALLBACK_NONE,
-        tenant: str = "",
-        request_id: str = "",
-    ) -> tenants_pb2.Tenant:
-        """Replaces what may answer when a version cannot be had in time.
-
-        Args:
-            policy: What callers may ask for.
-            default: What a request asks for that does not say.
-            tenant: Tenant whose callers it is for; empty is the caller's own.
-            request_id: Identifies this change: the same again is done once. Empty makes one.
-        """
-        request = tenants_pb2.SetFallbackRequest(
-            tenant=tenant, fallback=policy, default_fallback=default, request_id=identified(request_id)
-        )
-        response = await self._ask(self._tenants.SetFallback, request)
-        return typed(tenants_pb2.Tenant, response.tenant)
 
 
 def identified(request_id: str) -> str:

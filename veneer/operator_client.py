@@ -12,11 +12,12 @@ from veneer.controlplane.v1 import bases_pb2, nodes_pb2, nodes_pb2_grpc, organiz
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc
 from veneer.errors import InvalidArgumentError, UnavailableError, Violation
 from veneer.organization_calls import OrganizationCalls
+from veneer.serving_calls import ServingCalls
 
 _AGAIN_S = 1.0
 
 
-class OperatorClient(OrganizationCalls):
+class OperatorClient(OrganizationCalls, ServingCalls):
     """What an operator's key can do. Owned by one event loop."""
 
     @property

@@ -217,7 +217,6 @@ class SyncOrganizationClient(_Blocking[OrganizationClient]):
         super().__init__(OrganizationClient(control=control, data=data, key=key, tls=tls, timeout_s=timeout_s))
 
     audit = _blocking(OrganizationClient.audit)
-    bases = _blocking(OrganizationClient.bases)
     create_key = _blocking(OrganizationClient.create_key)
     create_organization_key = _blocking(OrganizationClient.create_organization_key)
     create_tenant = _blocking(OrganizationClient.create_tenant)
@@ -228,7 +227,6 @@ class SyncOrganizationClient(_Blocking[OrganizationClient]):
     revoke_organization_key = _blocking(OrganizationClient.revoke_organization_key)
     rotate_key = _blocking(OrganizationClient.rotate_key)
     rotate_organization_key = _blocking(OrganizationClient.rotate_organization_key)
-    set_fallback = _blocking(OrganizationClient.set_fallback)
     tenants = _blocking(OrganizationClient.tenants)
     usage = _blocking(OrganizationClient.usage)
 

@@ -142,7 +142,7 @@ def set_fallback(
         Literal["none", "not-ready", "any", "previous", "fail"],
         typer.Option(help="What a request asks for that does not say; as `veneer generate --fallback`."),
     ] = "none",
-    tenant: OfTenant = "",
+    tenant: Annotated[str, typer.Option(help="As an operator, for this tenant; else for that of the key.")] = "",
     json: Json = False,
 ) -> None:
     """Set what may answer when a version cannot be had in time; data planes follow within 5 s."""
@@ -150,7 +150,7 @@ def set_fallback(
     mode = tenants_pb2.DefaultFallback.Value(f"DEFAULT_FALLBACK_{default.replace('-', '_').upper()}")
 
     async def run() -> tenants_pb2.Tenant:
-        async with target.keeper(tenant) as client:
+        async with target.operator() if tenant else target.client() as client:
             return await client.set_fallback(_POLICIES[policy], default=mode, tenant=tenant)
 
     stored = asyncio.run(run())
