@@ -78,7 +78,7 @@ class Organizations:
 
         Raises:
             AlreadyExistsError: The name is taken.
-            FailedPreconditionError: A tenant has a name that would be this organisation's alone.
+            FailedPreconditionError: A tenant of nobody's or of another organisation's has a name that would be this one's alone.
         """
         taken = AlreadyExistsError(f"there is an organisation {name!r} already")
         row = {"name": name, **_columns(quotas, tenant_limits, tenant_quotas)}
@@ -181,10 +181,16 @@ async def _refuse_names(connection: AsyncConnection, name: str) -> None:
     """Refuses an organisation that could find out by a name of its own that a tenant which is not its has it."""
     columns = models.tenants.c
     theirs = (func.starts_with(columns.name, f"{name}{SEPARATOR}"), columns.organization.is_distinct_from(name))
-    query = select(columns.name).where(*theirs).limit(1)
-    found = (await connection.execute(query)).scalar_one_or_none()
-    if found is not None:
-        raise FailedPreconditionError(f"tenant {found!r} has a name that would be this organisation's alone; choose another name")
+    query = select(columns.name, columns.organization).where(*theirs).order_by(columns.name).limit(1)
+    found = (await connection.execute(query)).one_or_none()
+    if found is None:
+        return
+    if found.organization is None:
+        whose, remedy = "which belongs to no organisation", "choose another name; one of any name can adopt that tenant"
+    else:
+        whose, remedy = f"which belongs to organisation {found.organization!r} for ever", "choose another name"
+    fault = f"tenant {found.name!r}, {whose}, has a name that would be this organisation's alone"
+    raise FailedPreconditionError(f"{fault}: {remedy}")
 
 
 def _columns(quotas: OrganizationQuotas, limits: TenantLimits, tenant_quotas: TenantQuotas) -> dict[str, Any]:

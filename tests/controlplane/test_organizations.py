@@ -166,8 +166,18 @@ async def test_nobody_else_takes_a_name_of_its_tenants(world: World) -> None:
 async def test_a_name_that_tenants_of_before_have_is_not_given_to_one(world: World, database: TestDatabase) -> None:
     with database.connect() as connection:
         connection.execute("INSERT INTO tenants (name, fallback_allowed, weight) VALUES ('old--one', true, 1)")
-    code, message = await refused(world.organization("old"))
-    assert (code, "old--one" in message) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+    taken = "has a name that would be this organisation's alone: choose another name"
+    assert await refused(world.organization("old")) == (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        f"tenant 'old--one', which belongs to no organisation, {taken}; one of any name can adopt that tenant",
+    )
+    group = await world.organization("group")
+    await world.operator.organizations.AdoptTenant(pb.AdoptTenantRequest(organization="group", tenant="old--one"))
+    assert await names(group) == ["old--one"]
+    assert await refused(world.organization("old")) == (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        f"tenant 'old--one', which belongs to organisation 'group' for ever, {taken}",
+    )
 
 
 async def test_a_tenant_of_nobodys_is_given_to_one_for_ever(world: World) -> None:
@@ -331,6 +341,44 @@ async def test_its_identifiers_are_apart_from_those_of_its_tenants(world: World)
     request = _T.CreateKeyRequest(tenant="group--a", roles=[CALLER], request_id="same")
     made = {(await client.tenants.CreateKey(request)).secret for client in (group, tenant)}
     assert len(made) == 2
+
+
+async def test_what_an_operator_writes_for_it_is_answered_to_nobody_else(world: World, database: TestDatabase) -> None:
+    group, operator = await world.organization("group", OWNER), world.operator
+    tenant = await world.tenant_of(group, "group--a", OWNER)
+    create = pb.CreateOrganizationKeyRequest(organization="group", roles=[OWNER], request_id="same")
+    create_tenants = _T.CreateKeyRequest(tenant="group--a", roles=[CALLER], request_id="equal")
+    made = [await one.organizations.CreateOrganizationKey(create) for one in (operator, group)]
+    made += [await one.tenants.CreateKey(create_tenants) for one in (operator, group, tenant)]
+    assert len({one.secret for one in made}) == 5
+    for one, first in zip((operator, group), made[:2], strict=True):
+        assert await one.organizations.CreateOrganizationKey(create) == first
+    for one, first in zip((operator, group, tenant), made[2:], strict=True):
+        assert await one.tenants.CreateKey(create_tenants) == first
+
+    def rotate(one: Client) -> Any:
+        request = pb.RotateOrganizationKeyRequest(organization="group", id=made[0].key.id, request_id="turn")
+        return one.organizations.RotateOrganizationKey(request)
+
+    def revoke(one: Client) -> Any:
+        request = pb.RevokeOrganizationKeyRequest(organization="group", id=made[0].key.id, request_id="turn")
+        return one.organizations.RevokeOrganizationKey(request)
+
+    made.append(await rotate(operator))
+    code, message = await refused(rotate(group))
+    assert (code, "rotated before" in message) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+    assert (await revoke(group)).key.id == made[0].key.id, "the identifier is new to it"
+    fallback = _T.SetFallbackRequest(tenant="group--a", fallback=_T.FALLBACK_POLICY_EXACT, request_id="same")
+    await operator.tenants.SetFallback(fallback)
+    fallback.fallback = _T.FALLBACK_POLICY_ALLOWED
+    code, message = await refused(operator.tenants.SetFallback(fallback))
+    assert (code, "request_id" in message) == (INVALID, True)
+
+    with database.connect() as connection:
+        tables = ("requests", "organization_requests")
+        kept = str([connection.execute(f"SELECT answer FROM {table}").fetchall() for table in tables])
+    assert made[0].key.id in kept
+    assert not any(one.secret in kept or world.caller(one.secret).digest.hex() in kept for one in made)
 
 
 async def test_answers_are_kept_for_a_day_and_not_for_ever(world: World, database: TestDatabase) -> None:
