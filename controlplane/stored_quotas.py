@@ -28,6 +28,8 @@ async def check_stored(connection: AsyncConnection, tenant: str, adapter: str, *
     """
     tenants, adapters, versions = models.tenants.c, models.adapters.c, models.versions.c
     query = select(tenants.max_adapters, tenants.max_stored_bytes, tenants.organization).where(tenants.name == tenant)
+    if final:  # an organisation that takes the tenant over now waits for what is published, or has it counted here
+        query = query.with_for_update(read=True, key_share=True)
     quotas = (await connection.execute(query)).one_or_none()
     if quotas is None:
         return

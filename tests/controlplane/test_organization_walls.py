@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 
 import grpc
+import pytest
 from google.protobuf.duration_pb2 import Duration
 from sqlalchemy import text
 from sqlalchemy.exc import ProgrammingError
 
 from controlplane.db import OPERATOR, Scope
+from controlplane.stored_quotas import check_stored
 from tests.controlplane.test_organizations import NO_TENANT, all_rows, make, names, shown
 from tests.fixtures.controlplane import AUDITOR, Client, World, refused
 from veneer.controlplane.v1 import catalog_pb2
 from veneer.controlplane.v1 import organizations_pb2 as pb
 from veneer.controlplane.v1 import tenants_pb2 as _T
+from veneer.errors import ResourceExhaustedError
 
 
 async def test_as_many_tenants_as_it_may_and_not_one_more_at_a_time(world: World) -> None:
@@ -77,6 +80,30 @@ async def test_its_tenants_share_a_ceiling_of_bytes_though_they_publish_at_the_s
     assert stored <= most
     assert outcomes.count("OK") == 2
     assert set(outcomes) == {"OK", "RESOURCE_EXHAUSTED"}
+
+
+async def test_a_tenant_that_is_adopted_while_it_publishes_is_counted_with_what_it_publishes(world: World) -> None:
+    await world.base()
+    tenant = await world.tenant("acme")
+    size = (await world.publish(tenant)).version.size_bytes
+    group = await world.organization("group", quotas=pb.OrganizationQuotas(max_stored_bytes=2 * size))
+    mine = await world.tenant_of(group, "group--a")
+    adopt = world.operator.organizations.AdoptTenant(pb.AdoptTenantRequest(organization="group", tenant="acme"))
+    async with world.plane.database.transaction(Scope.of_tenant("acme")) as publishing:
+        await check_stored(publishing, "acme", "style", num_bytes=size, final=True)
+        async with world.plane.database.transaction(Scope.of_tenant("acme")) as other:  # publishes do not wait for each other
+            await check_stored(other, "acme", "style", num_bytes=size, final=True)
+        adopting = asyncio.ensure_future(adopt)
+        waits = text("SELECT count(*) FROM pg_locks WHERE NOT granted AND pid <> pg_backend_pid()")
+        async with asyncio.timeout(60):
+            while not adopting.done() and not (await publishing.execute(waits)).scalar_one():  # noqa: ASYNC110  another session's
+                await asyncio.sleep(0.01)
+        assert not adopting.done(), "it does not wait for the publish"
+    assert (await adopting).tenant.organization == "group"
+    async with world.plane.database.transaction(Scope.of_tenant("acme")) as publishing:
+        with pytest.raises(ResourceExhaustedError, match=r"organization\.max_stored_bytes"):
+            await check_stored(publishing, "acme", "style", num_bytes=2 * size, final=True)
+    await world.publish(mine, seed=1)
 
 
 _FORBIDDEN = (
