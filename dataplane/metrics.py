@@ -140,6 +140,7 @@ class Metrics:
         )
 
         self._usage_lost = Counter("veneer_usage_lost", "Requests whose use the disk did not take.", registry=registry)
+        self._usage_held = gauge("veneer_usage_journals_held", "Journals of usage that are not taken or cannot be read.")
         self._quota_refusals = counter("veneer_quota_refusals", "Requests refused for a tenant's quota.", ("quota",))
         self._load_seconds = Histogram(
             "veneer_adapter_load_seconds", "Time of loads by hop.", ("origin", "target"), buckets=BOUNDS_S, registry=registry
@@ -296,6 +297,10 @@ class Metrics:
     def usage_lost(self) -> None:
         """What a request used could not be noted."""
         self._usage_lost.inc()
+
+    def usage_held(self, num_journals: int) -> None:
+        """So many journals of usage are held after a look."""
+        self._usage_held.set(num_journals)
 
     def not_finite(self) -> None:
         """A request's logits were not finite."""

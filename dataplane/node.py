@@ -201,7 +201,8 @@ class Node:
         self.quotas = Quotas(self.client.lease_quotas, hard_age_s=settings.t_stale_s, on_refused=self.metrics.quota_refused)
         outcomes = Outcomes()
         self.outcomes = OutcomeReporter(outcomes, self.client.reports.outcomes)
-        self.usage = UsageReporter(settings.usage_journals, self.client.reports.usage, on_lost=self.metrics.usage_lost)
+        report, lost, held = self.client.reports.usage, self.metrics.usage_lost, self.metrics.usage_held
+        self.usage = UsageReporter(settings.usage_journals, report, on_lost=lost, on_held=held)
         limits = tenant_limits(settings)
         self.generator = Generator(
             outcomes=outcomes,

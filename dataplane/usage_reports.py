@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,12 +15,21 @@ from typing import Protocol
 from dataplane import journal as journals
 from dataplane.journal import Entry, Journal, Line
 from dataplane.usage import Use, UseCounts, UseKey, key_of, summed
-from veneer.errors import PermissionDeniedError, VeneerError
+from veneer.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+    VeneerError,
+)
 
 _log = logging.getLogger(__name__)
 _BATCH = 1000
 _MAX_BYTES = 16 << 20
 _LAST_S = 5.0
+_HOLD_S = 60.0
 _NEVER = 10**12
 """A number to which no journal comes: of a report that begins there only the tickets are looked at."""
 
@@ -52,6 +62,17 @@ class _SetBackError(OSError):
     """The control plane took records that it does not know any more: its database is a copy from before."""
 
 
+_FOR_NOW = (
+    AbortedError,
+    DeadlineExceededError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+    _SetBackError,
+)
+"""Failures that say nothing of the journal that was sent: it is sent again at the next look."""
+
+
 class _Read(Protocol):
     """Reads the next lines from an offset on; see `dataplane.journal.read`."""
 
@@ -79,19 +100,31 @@ class UsageReporter:
     passed over. What was sent to its end stays, under another name, until the control plane knows
     that nothing more will come of it.
 
+    Every journal is sent by itself. One that is refused as a whole, or cannot be read, is held: it stays as it is, is tried again
+    once a minute, and holds no other up.
+
     Args:
         folder: Where journals lie.
         report: Tells the control plane.
         on_lost: Hears of records that the disk did not take.
+        on_held: Hears after each look how many journals are held.
         interval_s: Time between two looks.
     """
 
     def __init__(
-        self, folder: Path, report: Report, *, on_lost: Callable[[], None] = lambda: None, interval_s: float = 1.0
+        self,
+        folder: Path,
+        report: Report,
+        *,
+        on_lost: Callable[[], None] = lambda: None,
+        on_held: Callable[[int], None] = lambda _: None,
+        interval_s: float = 1.0,
     ) -> None:
         self._folder = folder
         self._report = report
         self._on_lost = on_lost
+        self._on_held = on_held
+        self._held: dict[Path, float] = {}  # with the time of the next try
         self._interval_s = interval_s
         self._live = [_Live(Journal(folder))]
 
@@ -118,26 +151,21 @@ class UsageReporter:
             await asyncio.sleep(self._interval_s)
 
     async def send(self) -> None:
-        """Sends all that is there.
+        """Sends all that is there, what is written now first.
 
         Raises:
-            VeneerError: The control plane does not take it now.
-            OSError: A journal cannot be read.
+            VeneerError: The control plane did not take one of the journals; the others had their turn.
+            OSError: One of them cannot be read, or the control plane says what cannot be.
         """
-        for path in await asyncio.to_thread(journals.left_behind, self._folder):
-            await self._send_left(path)
-        for live in list(self._live):
-            await asyncio.to_thread(live.journal.sync)
-            read = partial(journals.read, live.journal.path)
-            try:
-                live.place = await self._send(live.journal.path, live.place, read)
-            except _SetBackError:
-                live.place = _Place()  # the next look tells of all of it again, as a new process would
-                raise
+        failed = [await self._try(live.journal.path, partial(self._send_live, live)) for live in list(self._live)]
         self._turn_over()
-        for path in await asyncio.to_thread(journals.sent, self._folder):
-            await self._report(journals.name_of(path), _NEVER, _NEVER, {}, is_over=True)
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+        left = await asyncio.to_thread(journals.left_behind, self._folder)
+        failed += [await self._try(path, partial(self._send_left, path)) for path in left]
+        over = await asyncio.to_thread(journals.sent, self._folder)
+        failed += [await self._try(path, partial(self._end, path)) for path in over]
+        self._on_held(len(self._held))
+        for error in filter(None, failed):
+            raise error
 
     async def close(self) -> None:
         """Ends the journal, after a last try to send it; what could not be sent the next process sends."""
@@ -149,6 +177,21 @@ class UsageReporter:
         finally:
             for live in self._live:
                 live.journal.close()
+
+    async def _try(self, path: Path, send: Callable[[], Awaitable[None]]) -> VeneerError | OSError | None:
+        """Sends a journal unless it is held; returns what was in the way."""
+        if self._held.get(path, 0.0) > time.monotonic():
+            return None
+        try:
+            await send()
+        except (VeneerError, OSError) as error:
+            if not isinstance(error, _FOR_NOW):
+                self._held[path] = time.monotonic() + _HOLD_S
+                facts = {"journal": journals.name_of(path), "cause": type(error).__name__, "detail": str(error)}
+                _log.error("a journal of usage is not taken or cannot be read; it is held and tried again", extra=facts)
+            return error
+        self._held.pop(path, None)
+        return None
 
     def _lost(self, use: Use, error: OSError) -> None:
         self._on_lost()
@@ -162,6 +205,19 @@ class UsageReporter:
             if not live.journal.is_awaited:
                 live.journal.close()  # it is left behind then
                 self._live.remove(live)
+
+    async def _send_live(self, live: _Live) -> None:
+        await asyncio.to_thread(live.journal.sync)
+        try:
+            live.place = await self._send(live.journal.path, live.place, partial(journals.read, live.journal.path))
+        except _SetBackError:
+            live.place = _Place()  # the next look tells of all of it again, as a new process would
+            raise
+
+    async def _end(self, path: Path) -> None:
+        """Tells the control plane that nothing more comes of a journal, and removes what is left of it."""
+        await self._report(journals.name_of(path), _NEVER, _NEVER, {}, is_over=True)
+        await asyncio.to_thread(path.unlink, missing_ok=True)
 
     async def _send_left(self, path: Path) -> None:
         """Sends a journal to which nobody writes any more; it is not read again then."""
