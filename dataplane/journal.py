@@ -58,11 +58,8 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.path = folder / f"{secrets.token_hex(16)}{_SUFFIX}"
-        made = self.path.with_suffix(_MADE)
-        self._file = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # it ends with the process
-        made.rename(self.path)  # not before: to another process on the folder it would be one that was left behind
+        _sweep(folder)
+        self.path, self._file = _made(folder)
         self.size_bytes = 0
         self._last_request = 0
         self._running: set[int] = set()
@@ -214,6 +211,31 @@ def rest(path: Path, offset: int) -> bytes:
     with path.open("rb") as file:
         file.seek(offset)
         return file.read()
+
+
+def _made(folder: Path) -> tuple[Path, int]:
+    """Makes a journal; returns where it lies, and the file, locked until the process ends."""
+    while True:
+        path = folder / f"{secrets.token_hex(16)}{_SUFFIX}"
+        made = path.with_suffix(_MADE)
+        file = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            made.rename(path)  # not before it is locked: to another process on the folder it would be one that was left behind
+        except FileNotFoundError:  # another process swept it away before it was locked
+            os.close(file)
+        else:
+            return path, file
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what processes left that ended while they made a journal; nothing was written to it."""
+    for path in folder.glob(f"*{_MADE}"):
+        try:
+            if not _is_written(path):
+                path.unlink()
+        except FileNotFoundError:  # it is made by now, or another process swept too
+            continue
 
 
 def _is_written(path: Path) -> bool:

@@ -145,3 +145,32 @@ def test_a_journal_that_is_being_made_is_not_left_behind(tmp_path: Path, monkeyp
     assert seen == [[]]
     assert list(tmp_path.iterdir()) == [journal.path]
     journal.close()
+
+
+def test_what_processes_left_that_ended_while_they_made_a_journal_is_swept_away(tmp_path: Path) -> None:
+    (tmp_path / "dead.made").touch()
+    with (tmp_path / "alive.made").open("w") as being_made:
+        fcntl.flock(being_made, fcntl.LOCK_EX)
+        journal = Journal(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"alive.made", journal.path.name}
+    journal.close()
+
+
+def test_a_journal_that_is_swept_away_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, others = fcntl.flock, list[Journal]()
+
+    def locked(file: int, operation: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "flock", lock)
+            others.extend([Journal(tmp_path)] if not others else [])  # another process begins
+        lock(file, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", locked)
+        journal = Journal(tmp_path)
+    assert {*tmp_path.iterdir()} == {journal.path, others[0].path}
+    assert journals.left_behind(tmp_path) == []
+    journal.add(use(1))
+    assert journals.read(journal.path, 0, max_records=9)[0]
+    for one in (journal, *others):
+        one.close()
