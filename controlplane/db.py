@@ -147,7 +147,8 @@ class Database:
 
     async def renew(self) -> None:
         """Has what is asked from now on use new connections; those in use are closed when they come back."""
-        await self.app.dispose()
+        for engine in (self.app, self.relay):
+            await engine.dispose()
         for lines in self._lines:
             await lines.renew()
 

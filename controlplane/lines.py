@@ -38,6 +38,7 @@ class Lines:
         self._timeout_s = timeout_s
         self._open: list[tuple[Pipeline, float]] = []  # with the time when it is too old
         self._opening = asyncio.Lock()
+        self._renewals = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, *steps: tuple[Statement, Sequence[bytes | None]]) -> list[Rows]:
@@ -59,6 +60,7 @@ class Lines:
 
     async def renew(self) -> None:
         """Has what is asked from now on use new connections; who waits for the old ones asks again."""
+        self._renewals += 1
         old, self._open = self._open, []
         for line, _ in old:
             await line.close()
@@ -84,8 +86,13 @@ class Lines:
         return line
 
     async def _add(self) -> None:
-        line = await self._make()
-        self._open.append((line, time.monotonic() + _MAX_AGE_S))
+        while True:
+            renewals = self._renewals
+            line = await self._make()
+            if renewals == self._renewals:
+                self._open.append((line, time.monotonic() + _MAX_AGE_S))
+                return
+            await line.close()  # it was begun before a renewal: it may lead to the server of before
 
     async def _add_another(self) -> None:
         async with self._opening:

@@ -13,7 +13,7 @@ import pytest
 from controlplane import lines as lines_module
 from controlplane.db import Database
 from controlplane.lines import Lines
-from controlplane.pipeline import Statement
+from controlplane.pipeline import Pipeline, Statement
 from controlplane.settings import APP_ROLE, Settings
 from tests.fixtures.services import TestDatabase
 from veneer.errors import UnavailableError
@@ -90,6 +90,21 @@ async def test_old_connections_are_left_and_closed(lines: Lines, monkeypatch: py
     async with asyncio.timeout(10):
         while lines._tasks:  # noqa: ASYNC110  it is closed behind the back of who asks
             await asyncio.sleep(0.01)
+
+
+async def test_a_connection_that_was_being_made_at_a_renewal_is_asked_nothing(lines: Lines) -> None:
+    make, pids = lines._make, list[int]()
+
+    async def made() -> Pipeline:
+        line = await make()
+        pids.append(line.connection.info.backend_pid)
+        if len(pids) == 1:
+            await lines.renew()  # the database moves to another server meanwhile
+        return line
+
+    lines._make = made
+    assert await _pid(lines) == pids[1]
+    assert len(lines._open) == 1
 
 
 async def test_what_the_database_says_of_a_question_is_told_and_the_connection_stays(lines: Lines) -> None:
