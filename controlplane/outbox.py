@@ -22,8 +22,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane.db import Database, translated
 from controlplane.locks import Lock, try_hold
-from controlplane.settings import Settings
+from controlplane.pipeline import Statement
+from controlplane.settings import RELAY_ROLE, Settings
 from veneer.controlplane.v1 import hints_pb2
+from veneer.errors import UnavailableError
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,7 +43,14 @@ _TAKE = text("""
     WHERE xid < pg_snapshot_xmin(pg_current_snapshot()) ORDER BY outbox.xid, outbox.id LIMIT :limit
 """)
 _REMOVE = text("DELETE FROM outbox WHERE (xid, id) <= (CAST(CAST(:xid AS text) AS xid8), :id)")
-_WAITING = text("SELECT count(*), coalesce(extract(epoch FROM now() - min(create_time)), 0) FROM outbox")
+_WAITING = Statement(
+    "waiting",
+    """
+    SELECT count(*), coalesce(extract(epoch FROM now() - min(create_time)), 0)::float8,
+           current_setting('transaction_read_only') = 'on' AS is_read_only
+    FROM outbox
+    """,
+)
 _TRIM = text("""
     WITH gone AS (DELETE FROM changes WHERE create_time < now() - make_interval(secs => :age) RETURNING xid, id)
     UPDATE change_floor f SET xid = last.xid, id = last.id
@@ -65,6 +74,7 @@ class Relay:
 
     def __init__(self, database: Database, settings: Settings, *, registry: CollectorRegistry) -> None:
         self._engine = database.relay
+        self._lines = database.lines(RELAY_ROLE, _WAITING)
         self._interval_s = settings.relay_interval_s
         self._retention_s = settings.change_retention_s
         self._audit_days = settings.audit_retention_days
@@ -85,7 +95,6 @@ class Relay:
         while True:
             relayed = await self._try("relay", self._relay_all)
             pause = self._interval_s if relayed else min(pause * 2, _MAX_PAUSE_S)
-            await self._try("measure", self.measure)
             if loop.time() >= trim_at and await self._try("trim", self.trim):
                 trim_at = loop.time() + _TRIM_EVERY_S
             await asyncio.sleep(pause)
@@ -127,13 +136,22 @@ class Relay:
             async with self._engine.begin() as connection:
                 trimmed = (await connection.execute(_TRIM_AUDIT, {"days": self._audit_days})).scalar_one()
 
-    async def measure(self) -> None:
-        """Shows how many events wait, and for how long; above all while Redis is away."""
+    async def measure(self) -> int:
+        """Returns how many events wait, and shows that and for how long the oldest has, above all while Redis is away.
+
+        One statement on a held connection: it is all that an idle server does here.
+
+        Raises:
+            UnavailableError: The database is away.
+        """
         with translated():
-            async with self._engine.begin() as connection:
-                count, age = (await connection.execute(_WAITING)).one()
+            [[(count, age_s, is_read_only)]] = await self._lines.ask((_WAITING, []))
+        if is_read_only:  # a primary of old: what is written now, is written elsewhere
+            await self._lines.renew()
+            raise UnavailableError("the server takes no writes any more", retry_after_s=1.0)
         self._waiting.set(count)
-        self._oldest.set(float(age))
+        self._oldest.set(age_s)
+        return int(count)
 
     async def close(self) -> None:
         """Closes the connection to Redis."""
@@ -142,8 +160,11 @@ class Relay:
                 await self._redis.aclose()
 
     async def _relay_all(self) -> None:
+        if not await self.measure():
+            return
         while await self.relay_batch() == _BATCH:
             pass
+        await self.measure()
 
     async def _try(self, work: str, run: Callable[[], Awaitable[None]]) -> bool:
         """Says whether it went well. No failure may end the relay, since nobody would start it again."""

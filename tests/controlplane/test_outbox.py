@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -14,12 +15,15 @@ from redis.exceptions import RedisError
 from controlplane import changes, outbox
 from controlplane.changes import Change, ChangeKind
 from controlplane.db import Database, Scope
+from controlplane.pipeline import Rows, Statement
 from controlplane.settings import Settings
 from tests.fixtures.controlplane import World, serve, settings_for
 from tests.fixtures.services import TestDatabase
 from veneer.controlplane.v1 import hints_pb2
 from veneer.local.postgres import Postgres
 from veneer.local.valkey import Valkey
+
+READ_ONLY = Statement("read_only", "SELECT set_config('default_transaction_read_only', 'on', false)")
 
 
 @pytest.fixture
@@ -148,10 +152,11 @@ async def test_what_waits_is_shown_while_redis_is_away_and_dropped_in_the_end(
     relay, seen = world.plane.relay, asyncio.Event()
     measure = relay.measure
 
-    async def watched() -> None:
-        await measure()
+    async def watched() -> int:
+        count = await measure()
         if (world.plane.server.registry.get_sample_value("veneer_controlplane_outbox_oldest_seconds") or 0) > 86400:
             seen.set()
+        return count
 
     monkeypatch.setattr(relay, "measure", watched)
     own_valkey.kill()
@@ -186,10 +191,11 @@ async def test_an_error_that_nobody_foresaw_does_not_end_the_relay(
         return await whole()
 
     monkeypatch.setattr(relay, "relay_batch", fail_once)
+    await write(world.plane.database, "before")
     async with asyncio.timeout(20):
         await failed.wait()
     await write(world.plane.database, "after")
-    assert (await received(hints, 1))[-1].adapter == "after"
+    assert [hint.adapter for hint in await received(hints, 2)] == ["before", "after"]
 
 
 async def test_the_relay_outlives_the_database(world: World, hints: PubSub, postgres: Postgres) -> None:
@@ -222,3 +228,45 @@ async def test_without_redis_events_are_dropped(database: TestDatabase, pepper_f
     async for world in serve(settings_for(database, pepper_file, tmp_path, relay_interval_s=0.05)):
         await write(world.plane.database, "nobody listens")
         await emptied(world, database)
+
+
+async def test_an_idle_relay_asks_one_statement_on_a_connection_that_it_keeps(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay, looks, enough = world.plane.relay, list[Sequence[object]](), asyncio.Event()
+    monkeypatch.setattr(relay, "relay_batch", _never)
+    ask = relay._lines.ask
+
+    async def counted(*steps: Any) -> list[Rows]:
+        looks.append(steps)
+        if len(looks) == 5:
+            enough.set()
+        return await ask(*steps)
+
+    monkeypatch.setattr(relay._lines, "ask", counted)
+    async with asyncio.timeout(20):
+        await enough.wait()
+    assert [len(steps) for steps in looks[:5]] == [1] * 5
+    assert len(relay._lines._open) == 1
+    assert not _failures(world)
+
+
+async def test_a_relay_on_a_server_that_takes_no_writes_any_more_asks_another_connection(world: World, hints: PubSub) -> None:
+    relay = world.plane.relay
+    await relay.measure()
+    [(old, _)] = relay._lines._open
+    await old.prepare(READ_ONLY)
+    await old.ask((READ_ONLY, []))
+    async with asyncio.timeout(20):
+        while old.is_open:  # noqa: ASYNC110  the relay looks at it in a moment
+            await asyncio.sleep(0.01)
+    await write(world.plane.database, "after")
+    assert [hint.adapter for hint in await received(hints, 1)] == ["after"]
+
+
+def _failures(world: World) -> float:
+    return world.plane.server.registry.get_sample_value("veneer_controlplane_relay_failures_total") or 0.0
+
+
+async def _never() -> int:
+    raise AssertionError("there is nothing to relay")
