@@ -95,7 +95,8 @@ class Identities:
         epochs = tenants.epoch, nodes.epoch
         holder = await self._lookups.get(key_digest)
         if holder is not None and holder.identity.kind == "tenant":
-            tenants.put(key_digest, holder, about=[(holder.identity.tenant, "")], epoch=epochs[0])
+            tenant = holder.identity.tenant
+            tenants.put(key_digest, holder, about=[(tenant, "")], epoch=epochs[0], tenant=tenant)
         elif holder is not None and holder.identity.kind == "node":
             nodes.put(key_digest, holder, about=[node_subject(holder.identity.key_id)], epoch=epochs[1])
         return holder

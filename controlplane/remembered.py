@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import psycopg
@@ -24,6 +24,7 @@ from veneer.errors import UnavailableError
 
 _K = TypeVar("_K", bound=Hashable)
 _V = TypeVar("_V")
+_N = TypeVar("_N", bound=Hashable)
 
 Subject = tuple[str, str]
 """Tenant and adapter that an entry depends on; the adapter is empty for what is about the tenant alone."""
@@ -34,6 +35,8 @@ _PAUSE_S: Final = 0.002
 """From one look to the next: with many calls each look costs a switch to Postgres and back, which more of them may share."""
 _MAX_ENTRIES: Final = 100_000
 _MAX_ANSWERS: Final = 65_536
+_SHARES: Final = 16
+"""Of a memory that is full, a tenant with more than one of so many equal parts makes room out of its own."""
 _OF_TENANTS: Final = (ChangeKind.KEY, ChangeKind.TRUST)
 _OF_ADAPTERS: Final = (ChangeKind.VERSION, ChangeKind.ALIAS, ChangeKind.GRANT, ChangeKind.PROBE)
 _MAX_CONNECTION_S: Final = 60.0
@@ -60,12 +63,16 @@ def node_subject(node_id: str) -> Subject:
 
 
 class Memory(Generic[_K, _V]):
-    """Entries by key, each about some subjects, no subject twice; the least recently used go first. Owned by one event loop."""
+    """Entries by key, each about some subjects, no subject twice; the least recently used go first. Owned by one event loop.
+
+    A tenant alone may fill it; but one that asks for very many things takes the room of others up to a share and no more.
+    """
 
     def __init__(self, *, max_entries: int = _MAX_ENTRIES) -> None:
         self._max_entries = max_entries
-        self._entries: OrderedDict[_K, tuple[_V, Sequence[Subject]]] = OrderedDict()
-        self._about: dict[Subject, set[_K]] = {}
+        self._entries: OrderedDict[_K, tuple[_V, Sequence[Subject], str]] = OrderedDict()
+        self._of: dict[str, OrderedDict[_K, None]] = {}
+        self._about: dict[Subject, dict[_K, None]] = {}
         self.epoch = 0
         """Moves on with everything that is forgotten: what was read before is then kept by nobody."""
 
@@ -78,27 +85,30 @@ class Memory(Generic[_K, _V]):
         if entry is None:
             return None
         self._entries.move_to_end(key)
+        self._of[entry[2]].move_to_end(key)
         return entry[0]
 
-    def put(self, key: _K, value: _V, *, about: Sequence[Subject], epoch: int) -> None:
-        """Keeps what was read since the epoch was this; it is not kept when something was forgotten meanwhile."""
+    def put(self, key: _K, value: _V, *, about: Sequence[Subject], epoch: int, tenant: str = "") -> None:
+        """Keeps what a tenant asked for and was read since the epoch was this, unless something was forgotten meanwhile."""
         if epoch != self.epoch:
             return
         self.drop(key)
-        self._entries[key] = value, about
+        self._entries[key] = value, about, tenant
+        own = self._of.setdefault(tenant, OrderedDict())
+        own[key] = None
         for subject in about:
-            self._about.setdefault(subject, set()).add(key)
+            self._about.setdefault(subject, {})[key] = None
         if len(self._entries) > self._max_entries:
-            self.drop(next(iter(self._entries)))
+            self.drop(next(iter(own if len(own) > self._max_entries // _SHARES else self._entries)))
 
     def drop(self, key: _K) -> None:
         """Takes one entry out."""
-        entry = self._entries.pop(key, None)
-        for subject in () if entry is None else entry[1]:
-            keys = self._about[subject]
-            keys.discard(key)
-            if not keys:
-                del self._about[subject]
+        if key not in self._entries:
+            return
+        _, about, tenant = self._entries.pop(key)
+        _take_out(self._of, tenant, key)
+        for subject in about:
+            _take_out(self._about, subject, key)
 
     def forget(self, about: Subject) -> None:
         """Takes out what is about a subject."""
@@ -110,7 +120,15 @@ class Memory(Generic[_K, _V]):
         """Takes everything out."""
         self.epoch += 1
         self._entries.clear()
+        self._of.clear()
         self._about.clear()
+
+
+def _take_out(index: MutableMapping[_N, Any], name: _N, key: Hashable) -> None:
+    keys = index[name]
+    del keys[key]
+    if not keys:
+        del index[name]
 
 
 class Freshness:

@@ -205,7 +205,8 @@ class Resolver:
             epoch = self._memory.epoch
             outcome = await self._look_up(tenant, reference, base_digest=base_digest)
             if outcome is not Refusal.NOT_FOUND:
-                self._memory.put(question, outcome, about=[(reference.owner or tenant, reference.adapter)], epoch=epoch)
+                about = [(reference.owner or tenant, reference.adapter)]
+                self._memory.put(question, outcome, about=about, epoch=epoch, tenant=tenant)
         return outcome
 
     async def _look_up(self, tenant: str, reference: Reference, *, base_digest: str) -> Resolution | Refusal:

@@ -51,4 +51,5 @@ class ToldAnswers:
             math.inf if node.expire_time is None else node.expire_time.timestamp(),
             caller.expire_time.ToNanoseconds() / 1e9 if caller.HasField("expire_time") else math.inf,
         )
-        self._memory.put((identity.key_digest, request), (answer, ends_s - SOON_S), about=tuple(about), epoch=mark)
+        known = (answer, ends_s - SOON_S)
+        self._memory.put((identity.key_digest, request), known, about=tuple(about), epoch=mark, tenant=caller.tenant)

@@ -93,6 +93,34 @@ def test_a_memory_forgets_by_subject_and_drops_what_is_used_least_lately() -> No
     assert len(memory) == 0
 
 
+def test_a_tenant_alone_fills_a_memory_and_takes_no_more_than_a_share_of_what_others_have() -> None:
+    memory = Memory[tuple[str, int], int](max_entries=160)
+
+    def put(tenant: str, *numbers: int) -> None:
+        for number in numbers:
+            memory.put((tenant, number), number, about=[(tenant, str(number))], epoch=memory.epoch, tenant=tenant)
+
+    def kept(tenant: str) -> int:
+        return sum(memory.get((tenant, number)) is not None for number in range(1000))
+
+    put("flood", *range(1000))
+    assert kept("flood") == 160
+    for number in range(10):
+        put("small", number)
+        put("other", number)
+    put("flood", *range(1000))
+    assert (kept("small"), kept("other"), kept("flood")) == (10, 10, 140)
+    for number in range(14):
+        put(f"full {number}", *range(10))
+    put("late", *range(1000))
+    assert kept("late") == 10
+    assert len(memory) == 160
+    for tenant in ("small", "other", "flood", "late", *(f"full {number}" for number in range(14))):
+        for number in range(1000):
+            memory.forget((tenant, str(number)))
+    assert (len(memory), memory._of, memory._about) == (0, {}, {})
+
+
 def test_what_was_read_before_something_was_forgotten_is_not_kept() -> None:
     memory = Memory[str, int]()
     epoch = memory.epoch
