@@ -13,6 +13,7 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
+from psycopg.types.json import Jsonb
 from sqlalchemy import create_engine, text
 from sqlalchemy.dialects.postgresql.base import ischema_names
 from sqlalchemy.exc import DBAPIError
@@ -291,26 +292,6 @@ def test_auditors_go_with_the_revision_that_brought_them(fresh_database: TestDat
         assert connection.execute("SELECT roles, successor FROM keys").fetchall() == [(["owner"], None)]
 
 
-def test_answers_and_changes_lose_their_probes_on_the_way_back(fresh_database: TestDatabase) -> None:
-    made = """
-        INSERT INTO tenants (name, fallback_allowed, weight) VALUES ('acme', true, 7);
-        INSERT INTO requests (tenant, request_id, fingerprint, method, answer) VALUES
-            ('acme', 'waits', '\\x01', 'Publish', '{"version": {"digest": "d", "probe": null}, "alias": null, "awaits": ""}'),
-            ('acme', 'ended', '\\x02', 'RetireVersion', '{"digest": "d", "probe": {"state": "PASSED"}}');
-        INSERT INTO changes (kind, tenant, adapter, version, generation) VALUES (1, 'acme', 'a', 'v', 0);
-        INSERT INTO changes (kind, tenant, adapter, version, generation) VALUES (5, 'acme', 'a', 'v', 0);
-        INSERT INTO outbox (kind, tenant, adapter, version, generation) VALUES (5, 'acme', 'a', 'v', 0)
-    """
-    with fresh_database.connect() as connection:
-        connection.execute(made)
-        take_down(fresh_database.owner_url, "0009")
-        left = connection.execute("SELECT request_id, answer FROM requests").fetchall()
-        assert left == [("waits", {"version": {"digest": "d"}, "alias": None})]
-        assert connection.execute("SELECT kind FROM changes UNION ALL SELECT kind FROM outbox").fetchall() == [(1,)]
-        migrate(Settings(owner_url=fresh_database.owner_url))
-        assert connection.execute("SELECT probe FROM versions").fetchall() == []
-
-
 def test_tenants_and_keys_of_before_go_on_under_the_revision_of_organisations_and_back(plain_owner: str) -> None:
     made = """
         INSERT INTO tenants (name, fallback_allowed, weight) VALUES ('acme', true, 7);
@@ -346,25 +327,38 @@ def test_tenants_and_keys_of_before_go_on_under_the_revision_of_organisations_an
         assert connection.execute(known).fetchall() == [("tenant", "acme", 8)]
 
 
-def test_answers_and_changes_lose_their_signatures_on_the_way_back(fresh_database: TestDatabase) -> None:
-    made = """
-        INSERT INTO tenants (name, fallback_allowed, weight) VALUES ('acme', true, 7);
-        INSERT INTO requests (tenant, request_id, fingerprint, method, answer) VALUES
-            ('acme', 'signed', '\\x01', 'Publish', '{"version": {"digest": "d", "signature": null}, "alias": null}'),
-            ('acme', 'ended', '\\x02', 'RetireVersion', '{"digest": "d", "signature": {"state": "VERIFIED"}}'),
-            ('acme', 'trusted', '\\x03', 'SetSignaturePolicy', '"OFF"');
-        INSERT INTO changes (kind, tenant, adapter, version, generation) VALUES (1, 'acme', 'a', 'v', 0);
-        INSERT INTO changes (kind, tenant, adapter, version, generation) VALUES (6, 'acme', '', '', 0);
-        INSERT INTO outbox (kind, tenant, adapter, version, generation) VALUES (6, 'acme', '', '', 0)
-    """
+@pytest.mark.parametrize(
+    ("part", "kind", "waits", "gone", "revision"),
+    [
+        ("probe", 5, {"awaits": ""}, [("RetireVersion", {"probe": {"state": "PASSED"}})], "0009"),
+        (
+            "signature",
+            6,
+            {},
+            [("RetireVersion", {"signature": {"state": "VERIFIED"}}), ("SetSignaturePolicy", "OFF")],
+            "0013",
+        ),
+    ],
+    ids=["probe", "signature"],
+)
+def test_answers_and_changes_lose_what_is_new_on_the_way_back(
+    fresh_database: TestDatabase, part: str, kind: int, waits: dict[str, str], gone: list[tuple[str, object]], revision: str
+) -> None:
+    answered = [("Publish", {"version": {"digest": "d", part: None}, "alias": None} | waits), *gone]
     with fresh_database.connect() as connection:
-        connection.execute(made)
-        take_down(fresh_database.owner_url, "0013")
-        left = connection.execute("SELECT request_id, answer FROM requests").fetchall()
-        assert left == [("signed", {"version": {"digest": "d"}, "alias": None})]
+        connection.execute("INSERT INTO tenants (name, fallback_allowed, weight) VALUES ('acme', true, 7)")
+        for number, (method, answer) in enumerate(answered):
+            query = "INSERT INTO requests (tenant, request_id, fingerprint, method, answer) VALUES ('acme', %s, '\\x01', %s, %s)"
+            connection.execute(query, [str(number), method, Jsonb(answer)])
+        for table, one in (("changes", 1), ("changes", kind), ("outbox", kind)):
+            query = f"INSERT INTO {table} (kind, tenant, adapter, version, generation) VALUES (%s, 'acme', 'a', 'v', 0)"
+            connection.execute(query, [one])
+        take_down(fresh_database.owner_url, revision)
+        left = connection.execute("SELECT method, answer FROM requests").fetchall()
+        assert left == [("Publish", {"version": {"digest": "d"}, "alias": None})]
         assert connection.execute("SELECT kind FROM changes UNION ALL SELECT kind FROM outbox").fetchall() == [(1,)]
         migrate(Settings(owner_url=fresh_database.owner_url))
-        assert connection.execute("SELECT signature FROM versions").fetchall() == []
+        assert connection.execute(f"SELECT {part} FROM versions").fetchall() == []
 
 
 _CANARY = f"""
