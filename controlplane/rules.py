@@ -80,6 +80,7 @@ RULES: Rules = {
             "ListTrustedKeys": _TENANT,
             "RemoveTrustedKey": Rule.of("tenant", roles=["owner"]),
             "SetSignaturePolicy": Rule.of("tenant", roles=["owner"]),
+            "AttachSignature": _PUBLISH,
         },
     ),
     **_service("PlacementService", {"LocateAdapter": Rule.of("tenant", roles=["caller"])}),

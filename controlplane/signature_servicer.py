@@ -9,13 +9,13 @@ import grpc
 from controlplane.signatures import Signatures
 from veneer.access import current_identity
 from veneer.controlplane.v1 import signatures_pb2, signatures_pb2_grpc
-from veneer.signature.messages import key_message, policy_of, policy_value
+from veneer.signature.messages import key_message, policy_of, policy_value, report_message
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SignatureServicer(signatures_pb2_grpc.SignatureServiceServicer):
-    """Serves what the caller's own tenant trusts."""
+    """Serves what the caller's own tenant trusts, and later signatures of its versions."""
 
     def __init__(self, signatures: Signatures) -> None:
         self._signatures = signatures
@@ -50,3 +50,12 @@ class SignatureServicer(signatures_pb2_grpc.SignatureServiceServicer):
         policy = policy_of(request.policy)
         policy = await self._signatures.set_policy(current_identity().tenant, policy, request_id=request.request_id)
         return signatures_pb2.SetSignaturePolicyResponse(policy=policy_value(policy))
+
+    async def AttachSignature(
+        self, request: signatures_pb2.AttachSignatureRequest, context: _Context
+    ) -> signatures_pb2.AttachSignatureResponse:
+        """See the API."""
+        found = await self._signatures.attach(
+            current_identity().tenant, request.adapter, request.version, request.signature, request_id=request.request_id
+        )
+        return signatures_pb2.AttachSignatureResponse(signature=report_message(found))

@@ -8,6 +8,7 @@ from sqlalchemy import (
     DateTime,
     ForeignKey,
     ForeignKeyConstraint,
+    Integer,
     LargeBinary,
     PrimaryKeyConstraint,
     Table,
@@ -47,14 +48,16 @@ trusted_keys = Table(
     CheckConstraint("kind IN ('KEY', 'CERTIFICATE')", name="kind"),
 )
 
-# Signatures as they came with versions. They are not in the row of a version, which is read far oftener.
+# Signatures as they came: with their versions as number 0, and later ones, of which the last counts.
+# They are not in the row of a version, which is read far oftener.
 signatures = Table(
     "signatures",
     metadata,
     Column("tenant", Text, nullable=False),
     Column("version", Text, nullable=False),
+    Column("number", Integer, nullable=False, server_default="0"),
     Column("bundle", LargeBinary, nullable=False),
     Column("judge_time", _TIME, nullable=False),
-    PrimaryKeyConstraint("tenant", "version"),
+    PrimaryKeyConstraint("tenant", "version", "number"),
     ForeignKeyConstraint(["tenant", "version"], ["versions.tenant", "versions.digest"], ondelete="CASCADE"),
 )

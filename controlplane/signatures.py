@@ -1,28 +1,35 @@
-"""Whose signatures a tenant trusts, what it asks of them, and the signatures that came with its versions."""
+"""Whose signatures a tenant trusts, what it asks of them, and the signatures of its versions."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from hashlib import sha256
+from typing import Any, Final
 
 from pydantic import TypeAdapter
-from sqlalchemy import Row, delete, func, insert, select, true
+from sqlalchemy import Row, Select, delete, func, insert, select, true, update
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from controlplane import models
 from controlplane.answers import RACED, Request, once
+from controlplane.catalog import NO_VERSION, lock_adapter
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
 from controlplane.locks import Lock, hold
 from controlplane.signature_tables import signature_policies, signatures, trusted_keys
+from controlplane.spool import CONFIG, WEIGHTS
 from veneer.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError, Violation
 from veneer.signature import Policy, SignatureReport, TrustedKey, judge, read_trusted_key
 
-MAX_TRUSTED_KEYS = 32
+MAX_TRUSTED_KEYS: Final = 32
 """Keys and authorities that a tenant may trust; all of them go to whoever judges a signature."""
+MAX_SIGNATURES: Final = 32
+"""Signatures that a version may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ class Trust:
         return judge(self.policy, self.signature, self.keys, files, at=self.time)
 
 
-_KEPT_KEY, _KEPT_POLICY = TypeAdapter(StoredKey), TypeAdapter(Policy)
+_KEPT_KEY, _KEPT_POLICY, _KEPT_REPORT = TypeAdapter(StoredKey), TypeAdapter(Policy), TypeAdapter(SignatureReport)
 
 
 class Signatures:
@@ -102,6 +109,18 @@ class Signatures:
         async with self._database.transaction(Scope.of_tenant(owner), refusals=RACED) as connection:
             return await once(connection, request, _KEPT_POLICY, lambda: _set_policy(connection, owner, policy))
 
+    async def attach(self, owner: str, adapter: str, version: str, signature: bytes, *, request_id: str = "") -> SignatureReport:
+        """Adds a signature, which must hold, to a version that was published before; the one that it has already changes nothing.
+
+        Raises:
+            NotFoundError: The owner has no such adapter or version.
+            SignatureError: It does not hold.
+            ResourceExhaustedError: The version has so many.
+        """
+        request = Request.of(owner, request_id, "AttachSignature", adapter, version, sha256(signature).hexdigest())
+        async with self._database.transaction(Scope.of_tenant(owner), refusals=RACED) as connection:
+            return await once(connection, request, _KEPT_REPORT, lambda: _attach(connection, owner, adapter, version, signature))
+
     async def trust(self, owner: str, signature: bytes) -> Trust:
         """What a signature that comes now is judged by."""
         async with self._database.transaction(Scope.of_tenant(owner)) as connection:
@@ -112,9 +131,9 @@ class Signatures:
 
 
 async def trust_of(connection: AsyncConnection, owner: str, version: str) -> Trust:
-    """What the signature that a version came with is judged by now; in the owner's scope."""
-    columns, policies = signatures.c, signature_policies.c
-    mine = select(columns.bundle, columns.judge_time).where(columns.tenant == owner, columns.version == version).subquery()
+    """What the last signature of a version is judged by now; in the owner's scope."""
+    policies = signature_policies.c
+    mine = _last(owner, version).subquery()
     policy = select(policies.policy).where(policies.tenant == owner).scalar_subquery()
     asked = select(policy.label("policy"), func.now().label("now")).subquery()
     row = (await connection.execute(select(asked, mine).outerjoin_from(asked, mine, true()))).one()
@@ -129,6 +148,38 @@ async def keep_signature(connection: AsyncConnection, owner: str, version: str, 
     if trust.signature:
         row = {"tenant": owner, "version": version, "bundle": trust.signature, "judge_time": trust.time}
         await connection.execute(insert(signatures).values(row))
+
+
+def _last(owner: str, version: str) -> Select[tuple[int, bytes, datetime]]:
+    columns = signatures.c
+    mine = (columns.tenant == owner, columns.version == version)
+    return select(columns.number, columns.bundle, columns.judge_time).where(*mine).order_by(columns.number.desc()).limit(1)
+
+
+async def _attach(connection: AsyncConnection, owner: str, adapter: str, version: str, signature: bytes) -> SignatureReport:
+    await lock_adapter(connection, owner, adapter)  # a deletion waits, and another signature
+    columns = models.versions.c
+    mine = (columns.tenant == owner, columns.adapter == adapter, columns.digest == version)
+    query = select(columns.config_digest, columns.weights_digest, columns.signature, func.now().label("now")).where(*mine)
+    row = (await connection.execute(query)).one_or_none()
+    if row is None:
+        raise NotFoundError(NO_VERSION)
+    keys = tuple(one.key for one in await _keys(connection, owner))
+    files = {CONFIG: row.config_digest, WEIGHTS: row.weights_digest}
+    found = await asyncio.to_thread(judge, Policy.REQUIRE, signature, keys, files, at=row.now)
+    assert found is not None
+    last = (await connection.execute(_last(owner, version))).one_or_none()
+    if last is not None and bytes(last.bundle) == signature and row.signature == dataclasses.asdict(found):
+        return found
+    number = 0 if last is None else last.number + 1
+    if number >= MAX_SIGNATURES:
+        violation = Violation("signature", f"the version has {number}; at most {MAX_SIGNATURES} may be")
+        raise ResourceExhaustedError(str(violation), violations=[violation])
+    stored = {"tenant": owner, "version": version, "number": number, "bundle": signature, "judge_time": row.now}
+    await connection.execute(insert(signatures).values(stored))
+    await connection.execute(update(models.versions).where(*mine).values(signature=dataclasses.asdict(found)))
+    await _tell(connection, owner)
+    return found
 
 
 async def _add(connection: AsyncConnection, owner: str, key: TrustedKey) -> StoredKey:

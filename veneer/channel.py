@@ -52,6 +52,7 @@ _REPEATABLE: dict[str, tuple[str, ...]] = {
         "ListTrustedKeys",
         "RemoveTrustedKey",
         "SetSignaturePolicy",
+        "AttachSignature",
     ),
     "veneer.controlplane.v1.TenantService": (
         "CreateTenant",

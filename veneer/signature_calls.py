@@ -7,7 +7,7 @@ from veneer.controlplane.v1 import signatures_pb2, signatures_pb2_grpc
 
 
 class SignatureCalls(Connection):
-    """Says whose signatures of adapters hold, and what is asked of them. Owned by one event loop.
+    """Says whose signatures of adapters hold, what is asked of them, and adds later ones. Owned by one event loop.
 
     Each write takes a `request_id`: the same again is done once and answered the same; empty makes one.
     """
@@ -41,3 +41,25 @@ class SignatureCalls(Connection):
         """Says what is asked of signatures, at publish and at each load."""
         request = signatures_pb2.SetSignaturePolicyRequest(policy=policy, request_id=identified(request_id))
         await self._ask(self._signatures.SetSignaturePolicy, request)
+
+    async def attach_signature(
+        self, adapter: str, version: str, signature: bytes, *, request_id: str = ""
+    ) -> signatures_pb2.SignatureReport:
+        """Adds a signature to a version that was published before; data planes judge it by this one from then on.
+
+        Args:
+            adapter: Adapter of the key's own tenant.
+            version: Digest of the version.
+            signature: The signature file (`model.sig`), at most 64 KiB; it must hold.
+            request_id: Identifies this change.
+
+        Raises:
+            NotFoundError: There is no such version.
+            FailedPreconditionError: It is by nobody whom the tenant trusts.
+            InvalidArgumentError: It is malformed, or over other files.
+        """
+        request = signatures_pb2.AttachSignatureRequest(
+            adapter=adapter, version=version, signature=signature, request_id=identified(request_id)
+        )
+        response = await self._ask(self._signatures.AttachSignature, request)
+        return typed(signatures_pb2.SignatureReport, response.signature)

@@ -136,6 +136,7 @@ class SyncClient(_Blocking[Client]):
 
     adapter = _blocking(Client.adapter)
     adapters = _blocking(Client.adapters)
+    attach_signature = _blocking(Client.attach_signature)
     audit = _blocking(Client.audit)
     bases = _blocking(Client.bases)
     canary = _blocking(Client.canary)

@@ -361,6 +361,25 @@ def test_answers_and_changes_lose_what_is_new_on_the_way_back(
         assert connection.execute(f"SELECT {part} FROM versions").fetchall() == []
 
 
+def test_a_version_keeps_its_last_signature_on_the_way_back(plain_owner: str) -> None:
+    migrate(Settings(owner_url=plain_owner))
+    url = plain_owner.replace("+psycopg", "").replace("plain_owner@", "postgres@")
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(_PUBLISHED.partition("INSERT INTO publish_requests")[0])
+        for number in range(3):
+            values = f"('acme', '{_DIGEST}', {number}, '\\x0{number}', now())"
+            connection.execute(f"INSERT INTO signatures (tenant, version, number, bundle, judge_time) VALUES {values}")
+        connection.execute("""
+            INSERT INTO requests (tenant, request_id, fingerprint, method, answer)
+                VALUES ('acme', 'attached', '\\x01', 'AttachSignature', '{"state": "VERIFIED"}')
+        """)
+        take_down(plain_owner, "0014")
+        assert connection.execute("SELECT version, bundle FROM signatures").fetchall() == [(_DIGEST, b"\x02")]
+        assert connection.execute("SELECT request_id FROM requests").fetchall() == []
+        migrate(Settings(owner_url=plain_owner))
+        assert connection.execute("SELECT number, bundle FROM signatures").fetchall() == [(0, b"\x02")]
+
+
 _CANARY = f"""
     INSERT INTO aliases (tenant, adapter, name, generation) VALUES ('acme', 'style', 'stable', 1);
     INSERT INTO canaries (tenant, adapter, alias, generation, version, stable, steps, step, state, reason)

@@ -9,8 +9,11 @@ from typing import Any
 
 import grpc
 import pytest
+from sqlalchemy import text as text_of
+from sqlalchemy.exc import ProgrammingError
 
-from tests.fixtures.controlplane import AUDITOR, CALLER, Client, World, adapter_files, refused
+from controlplane.db import Scope
+from tests.fixtures.controlplane import AUDITOR, CALLER, PUBLISHER, Client, World, adapter_files, refused
 from tests.fixtures.signing import Authority, Signer
 from veneer.controlplane.v1 import catalog_pb2, nodes_pb2, tenants_pb2
 from veneer.controlplane.v1 import signatures_pb2 as pb
@@ -166,6 +169,17 @@ async def test_a_node_is_told_what_it_judges_by_and_an_older_one_is_judged_for(w
     assert (await grant(node, bare.digest, judges=False)).grant
 
 
+async def all_changes(node: Client, cursor: str, number: int) -> list[Any]:
+    """Changes since a cursor, once there are so many."""
+    seen: list[Any] = []
+    async with asyncio.timeout(60):
+        while len(seen) < number:
+            page = await node.nodes.ListChanges(nodes_pb2.ListChangesRequest(cursor=cursor))
+            seen += page.changes
+            cursor = page.next_cursor
+    return seen
+
+
 async def test_every_change_of_trust_is_in_the_feed_and_none_where_nothing_changes(world: World, acme: Client) -> None:
     node = await world.node()
     cursor = (await node.nodes.ListChanges(nodes_pb2.ListChangesRequest())).next_cursor
@@ -173,12 +187,7 @@ async def test_every_change_of_trust_is_in_the_feed_and_none_where_nothing_chang
     await ask(acme, REQUIRE)
     await ask(acme, REQUIRE)
     await acme.signatures.RemoveTrustedKey(pb.RemoveTrustedKeyRequest(id=key.id))
-    seen: list[Any] = []
-    async with asyncio.timeout(60):
-        while len(seen) < 3:
-            page = await node.nodes.ListChanges(nodes_pb2.ListChangesRequest(cursor=cursor))
-            seen += page.changes
-            cursor = page.next_cursor
+    seen = await all_changes(node, cursor, 3)
     assert [(one.kind, one.tenant, one.version) for one in seen] == [(nodes_pb2.CHANGE_KIND_TRUST, "acme", "")] * 3
 
 
@@ -190,6 +199,102 @@ async def test_a_signature_goes_with_its_version(world: World, acme: Client) -> 
     await acme.catalog.DeleteVersion(catalog_pb2.DeleteVersionRequest(adapter="style", version=version, force=True))
     again = await world.publish(acme, seed=1, signature=signer.sign(files_of(1)))
     assert (again.version.digest, again.version.number) == (version, 2)
+
+
+async def attach(client: Client, version: str, signature: bytes, **fields: Any) -> pb.SignatureReport:
+    request = pb.AttachSignatureRequest(adapter="style", version=version, signature=signature, **fields)
+    return (await client.signatures.AttachSignature(request)).signature
+
+
+async def test_a_version_that_was_published_gets_a_signature_and_is_granted_again(world: World, acme: Client) -> None:
+    signer, node = Signer(), await world.node()
+    bare = (await world.publish(acme, seed=1)).version
+    await trust(acme, signer.pem)
+    await ask(acme, REQUIRE)
+    code, text = await refused(grant(node, bare.digest, judges=False))
+    assert (code, "is missing" in text) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+    code, _ = await refused(world.publish(acme, seed=1, signature=signer.sign(files_of(1))))
+    assert code == grpc.StatusCode.ALREADY_EXISTS
+    cursor = (await node.nodes.ListChanges(nodes_pb2.ListChangesRequest())).next_cursor
+
+    signature = signer.sign(files_of(1))
+    publisher = await world.key("acme", PUBLISHER)
+    found = await attach(publisher, bare.digest, signature, request_id="once")
+    assert (found.state, found.key_name) == (pb.SIGNATURE_STATE_VERIFIED, "trainer")
+    told = (await grant(node, bare.digest, judges=True)).trust
+    assert told.signature == signature
+    assert (await grant(node, bare.digest, judges=False)).grant
+    [version] = (await acme.catalog.ListVersions(catalog_pb2.ListVersionsRequest(adapter="style"))).versions
+    assert version.report.signature == found
+    version.report.ClearField("signature")
+    assert version == bare, "nothing else of it changed"
+
+    auditor = await world.key("acme", AUDITOR)
+    entries = (await auditor.tenants.ListAudit(tenants_pb2.ListAuditRequest())).entries
+    [entry] = [one for one in entries if (one.action, one.object) == ("update", "versions")]
+    assert entry.actor.startswith("tenant ")
+    assert json.loads(entry.before)["signature"] is None
+    assert json.loads(entry.after)["signature"]["key_id"] == signer.trusted.id
+
+    for fields in ({"request_id": "once"}, {"request_id": "other"}, {}):
+        assert await attach(acme, bare.digest, signature, **fields) == found
+    code, _ = await refused(attach(acme, bare.digest, Signer().sign(files_of(1)), request_id="once"))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    await world.key("acme", CALLER)
+    kinds = [one.kind for one in await all_changes(node, cursor, 4)]  # keys were made before, between and after
+    assert kinds == [nodes_pb2.CHANGE_KIND_KEY, nodes_pb2.CHANGE_KIND_TRUST, *[nodes_pb2.CHANGE_KIND_KEY] * 2]
+
+
+async def test_another_signature_takes_the_place_of_one_whose_key_is_removed(world: World, acme: Client) -> None:
+    first, second, node = Signer(), Signer(), await world.node()
+    key = await trust(acme, first.pem, "first")
+    version = (await world.publish(acme, seed=1, signature=first.sign(files_of(1)))).version.digest
+    await ask(acme, REQUIRE)
+    await trust(acme, second.pem, "second")
+    await acme.signatures.RemoveTrustedKey(pb.RemoveTrustedKeyRequest(id=key.id))
+    code, _ = await refused(grant(node, version, judges=False))
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert (await attach(acme, version, second.sign(files_of(1)))).key_name == "second"
+    assert (await grant(node, version, judges=False)).grant
+
+
+async def test_what_does_not_hold_is_attached_under_no_policy(world: World, acme: Client) -> None:
+    signer, other = Signer(), await world.tenant("other")
+    await trust(acme, signer.pem)
+    version = (await world.publish(acme, seed=1, signature=signer.sign(files_of(1)))).version
+    for policy in (OFF, REQUIRE):
+        await ask(acme, policy)
+        for signature, expected, words in (
+            (Signer().sign(files_of(1)), grpc.StatusCode.FAILED_PRECONDITION, "which is not trusted"),
+            (signer.sign(files_of(2)), grpc.StatusCode.INVALID_ARGUMENT, "has the digest"),
+            (b"no signature", grpc.StatusCode.INVALID_ARGUMENT, "is not JSON"),
+            (b"", grpc.StatusCode.INVALID_ARGUMENT, "signature"),
+        ):
+            code, text = await refused(attach(acme, version.digest, signature))
+            assert (code, words in text) == (expected, True), text
+    for client, digest in ((acme, "0" * 64), (other, version.digest)):
+        code, _ = await refused(attach(client, digest, signer.sign(files_of(1))))
+        assert code == grpc.StatusCode.NOT_FOUND
+    caller = await world.key("acme", CALLER)
+    code, _ = await refused(attach(caller, version.digest, signer.sign(files_of(1))))
+    assert code == grpc.StatusCode.PERMISSION_DENIED
+    assert (await acme.catalog.ListVersions(catalog_pb2.ListVersionsRequest(adapter="style"))).versions == [version]
+
+
+async def test_a_version_has_at_most_32_signatures_and_the_service_takes_none_away(world: World, acme: Client) -> None:
+    signer = Signer()
+    await trust(acme, signer.pem)
+    version = (await world.publish(acme, seed=1)).version.digest
+    for number in range(32):  # each says something else of a file that is none of the version's
+        await attach(acme, version, signer.sign({**files_of(1), "README.md": b"%d" % number}))
+    code, text = await refused(attach(acme, version, signer.sign(files_of(1))))
+    assert (code, "at most 32" in text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+    for statement in ("UPDATE signatures SET bundle = ''", "DELETE FROM signatures", "TRUNCATE signatures"):
+        with pytest.raises(ProgrammingError, match="permission denied"):
+            async with world.plane.database.transaction(Scope.of_tenant("acme")) as connection:
+                await connection.execute(text_of(statement))
+    await acme.catalog.DeleteVersion(catalog_pb2.DeleteVersionRequest(adapter="style", version=version, force=True))
+    assert not (await world.publish(acme, seed=1)).version.report.HasField("signature")
 
 
 async def test_callers_see_whom_their_tenant_trusts_and_change_nothing(world: World, acme: Client) -> None:

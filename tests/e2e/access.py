@@ -225,6 +225,9 @@ TABLE = {
         "SetSignaturePolicy": Row(
             lambda s: signatures_pb2.SetSignaturePolicyRequest(policy=signatures_pb2.SIGNATURE_POLICY_OFF), OK, PD, OK, PD, PD
         ),
+        "AttachSignature": Row(  # no signature
+            lambda s: signatures_pb2.AttachSignatureRequest(adapter="tone", version=s.current, signature=b"s"), IA, PD, NF, PD, PD
+        ),
     },
     "veneer.controlplane.v1.PlacementService": {
         "LocateAdapter": Row(lambda s: placement_pb2.LocateAdapterRequest(adapter="tone", owner="acme"), OK, OK, NF, PD, PD),

@@ -1,9 +1,9 @@
-"""What an adapter is like: the offline check, and the report of a version that was published."""
+"""What an adapter is like: the offline check, the report of a version that was published, and its signature."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,7 @@ import typer
 
 from veneer.artifact import ArtifactError, describe_base
 from veneer.artifact import check as check_artifact
-from veneer.cli.output import note, print_error, print_json, print_table
+from veneer.cli.output import note, print_error, print_json, print_table, say
 from veneer.cli.signing import check_signature
 from veneer.cli.target import Target
 from veneer.client import CONFIG_NAME, WEIGHTS_NAME
@@ -19,6 +19,7 @@ from veneer.controlplane.v1 import catalog_pb2, signatures_pb2
 from veneer.errors import InvalidArgumentError, NotFoundError, Violation
 from veneer.reports import report_message
 from veneer.signature import BadSignatureError, UntrustedSignatureError
+from veneer.signature_file import read_signature
 
 Folder = Annotated[Path, typer.Argument(help=f"PEFT folder with {CONFIG_NAME} and {WEIGHTS_NAME}.", exists=True, file_okay=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -80,18 +81,49 @@ def report(
         async with target.client() as client:
             return await client.versions(adapter)
 
-    known = asyncio.run(run())
-    named = [one for one in known if str(one.number) == version.removeprefix("v")]
-    found = named or [one for one in known if one.digest.startswith(version)]
-    if not found:
-        raise NotFoundError(f"{adapter} has no version {version}; `veneer versions {adapter}` lists them")
-    if len(found) > 1:
-        raise InvalidArgumentError.of([Violation("version", f"{version} is the beginning of {len(found)} digests")])
+    found = _version_of(adapter, version, asyncio.run(run()))
     if json:
-        print_json(found[0])
+        print_json(found)
         return
-    print_table(f"{adapter} version {found[0].number}", ("", ""), _provenance(found[0]))
-    print_report("report", found[0].report)
+    print_table(f"{adapter} version {found.number}", ("", ""), _provenance(found))
+    print_report("report", found.report)
+
+
+def attach(
+    context: typer.Context,
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Adapter of your tenant.")],
+    version: Annotated[str, typer.Argument(help="Number, digest, or the beginning of a digest.")],
+    signature: Annotated[Path, typer.Argument(help="Its signature, `model.sig`.", exists=True, dir_okay=False)],
+    *,
+    json: _Json = False,
+) -> None:
+    """Add a signature to a version that was published before; it must hold, and is the one that counts from then on."""
+    target: Target = context.obj
+    data = read_signature(signature.parent, signature)
+
+    async def run() -> signatures_pb2.SignatureReport:
+        async with target.client() as client:
+            digest = _version_of(adapter, version, await client.versions(adapter)).digest
+            return await client.attach_signature(adapter, digest, data)
+
+    found = asyncio.run(run())
+    print_json(found) if json else say(signature_text(found))
+
+
+def _version_of(adapter: str, wanted: str, known: Sequence[catalog_pb2.Version]) -> catalog_pb2.Version:
+    """The version with a number, a digest, or the beginning of one.
+
+    Raises:
+        NotFoundError: There is none.
+        InvalidArgumentError: There are several.
+    """
+    named = [one for one in known if str(one.number) == wanted.removeprefix("v")]
+    found = named or [one for one in known if one.digest.startswith(wanted)]
+    if not found:
+        raise NotFoundError(f"{adapter} has no version {wanted}; `veneer versions {adapter}` lists them")
+    if len(found) > 1:
+        raise InvalidArgumentError.of([Violation("version", f"{wanted} is the beginning of {len(found)} digests")])
+    return found[0]
 
 
 def print_report(title: str, report: catalog_pb2.ArtifactReport) -> None:
