@@ -235,6 +235,8 @@ async def test_a_version_that_was_published_gets_a_signature_and_is_granted_agai
     assert entry.actor.startswith("tenant ")
     assert json.loads(entry.before)["signature"] is None
     assert json.loads(entry.after)["signature"]["key_id"] == signer.trusted.id
+    [entry] = [one for one in entries if one.object == "signatures"]
+    assert (entry.action, json.loads(entry.after)["number"], "bundle" in entry.after) == ("insert", 0, False)
 
     for fields in ({"request_id": "once"}, {"request_id": "other"}, {}):
         assert await attach(acme, bare.digest, signature, **fields) == found
@@ -287,6 +289,8 @@ async def test_a_version_has_at_most_32_signatures_and_the_service_takes_none_aw
     version = (await world.publish(acme, seed=1)).version.digest
     for number in range(32):  # each says something else of a file that is none of the version's
         await attach(acme, version, signer.sign({**files_of(1), "README.md": b"%d" % number}))
+    told = (await acme.tenants.ListAudit(tenants_pb2.ListAuditRequest(page_size=1000))).entries
+    assert sum(one.object == "signatures" for one in told) == 32, "each is told of, though the same was found of all"
     code, text = await refused(attach(acme, version, signer.sign(files_of(1))))
     assert (code, "at most 32" in text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
     for statement in ("UPDATE signatures SET bundle = ''", "DELETE FROM signatures", "TRUNCATE signatures"):

@@ -52,14 +52,20 @@ async def test_what_is_not_signed_by_who_is_trusted_is_served_no_longer_and_come
     with pytest.raises(FailedPreconditionError, match="is missing"):
         await client.publish(other, adapter="other", base=model_base.digest)
 
+    signature = signer.sign({path.name: path.read_bytes() for path in loose.iterdir()})
+    [bare] = await client.versions("loose")
+    assert (await client.attach_signature("loose", bare.digest, signature)).key_name == "trainer"
+
+    async def serves(adapter: str) -> bool:
+        return not await is_refused(client, adapter)
+
+    await until(lambda: serves("loose"))
+    assert (await generate(client, "loose", max_tokens=4)).text == "AAAA"
+
     await client.distrust_key(key.id)
     await until(lambda: is_refused(client, "sealed", "which is not trusted"))
     assert (await generate(acme, max_tokens=4)).text, "others are not concerned"
 
     await client.trust_key("trainer", signer.pem)
-
-    async def serves() -> bool:
-        return not await is_refused(client, "sealed")
-
-    await until(serves)
+    await until(lambda: serves("sealed"))
     assert (await generate(client, "sealed", max_tokens=4)).text == "BBBB"

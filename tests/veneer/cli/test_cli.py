@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.adapters import make_adapter_folder
+from tests.fixtures.signing import Signer
 from tests.veneer.cli.conftest import Outcome, Run
 from veneer.artifact import BaseDescription
 from veneer.local.stack import LocalStack
@@ -63,6 +64,23 @@ def test_an_adapter_goes_from_folder_to_answer_and_back(
     assert ok(veneer("report", "tour", first[:12])) == ok(veneer("report", "tour", "v1"))
     checked = json.loads(ok(veneer("check", tmp_path / "adapter-1", "--base", model_dir, "--json")))
     assert checked["report"] == reported["report"]
+
+
+def test_a_published_version_is_given_a_signature(veneer: Run, make_folder: Callable[[int], Path], tmp_path: Path) -> None:
+    signer, folder = Signer(), make_folder(31)
+    pem, signature = tmp_path / "trainer.pem", tmp_path / "later.sig"
+    pem.write_bytes(signer.pem)
+    signature.write_bytes(signer.sign({path.name: path.read_bytes() for path in folder.iterdir()}))
+    ok(veneer("publish", folder, "--adapter", "later"))
+    refused = veneer("attach", "later", "1", signature)
+    assert (refused.status, "which is not trusted" in refused.err) == (1, True)
+    ok(veneer("trust", "add", pem))
+    assert "trainer" in ok(veneer("attach", "later", "v1", signature))
+    found = json.loads(ok(veneer("attach", "later", "1", signature, "--json")))
+    assert (found["state"], found["key_id"]) == ("SIGNATURE_STATE_VERIFIED", signer.trusted.id)
+    assert json.loads(ok(veneer("report", "later", "1", "--json")))["report"]["signature"] == found
+    missing = veneer("attach", "later", "2", signature)
+    assert (missing.status, "has no version 2" in missing.err) == (1, True)
 
 
 def test_a_probe_runs_a_version_before_its_alias_moves(veneer: Run, make_folder: Callable[[int], Path]) -> None:
