@@ -10,9 +10,11 @@ import psycopg
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import ProgrammingError
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from controlplane import models
-from controlplane.db import Scope
+from controlplane.db import Scope, set_scope
+from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE
 from tests.fixtures.controlplane import Client, World, refused
 from tests.fixtures.services import TestDatabase
 from veneer.controlplane.v1 import catalog_pb2, tenants_pb2
@@ -84,6 +86,60 @@ async def test_nobody_changes_or_removes_an_entry(world: World, database: TestDa
         owner.execute("DELETE FROM audit")
     with database.connect() as owner, pytest.raises(psycopg.errors.RaiseException, match="only added to"):
         owner.execute("TRUNCATE audit")
+
+
+@pytest.mark.parametrize("role", [APP_ROLE, AUTH_ROLE, RELAY_ROLE])
+async def test_no_role_of_the_service_takes_the_log_away_or_writes_in_it(world: World, role: str) -> None:
+    await world.tenant("acme")
+    before = await entries(world.operator, tenant="acme")
+    engine = create_async_engine(world.settings.role_url(role))
+    for scope in ("tenant", "organization", "operator", "node", "caller", ""):
+        for statement in (
+            "UPDATE audit SET actor = 'x'",
+            "DELETE FROM audit",
+            "TRUNCATE audit",
+            "INSERT INTO audit (tenant, actor, action, object) VALUES ('acme', 'x', 'UPDATE', 'tenants')",
+            "ALTER TABLE audit DISABLE TRIGGER stays",
+            "ALTER TABLE tenants DISABLE TRIGGER audit",
+            "DROP TRIGGER stays_whole ON audit",
+            "SET session_replication_role = replica",
+        ):
+            with pytest.raises(ProgrammingError, match=r"permission denied|must be owner"):
+                async with engine.begin() as connection:
+                    await set_scope(connection, Scope(scope, "acme"))
+                    await connection.execute(text(statement))
+    await engine.dispose()
+    assert await entries(world.operator, tenant="acme") == before
+
+
+# Answers and hints of writes that are told themselves, and what data planes and the service keep for their own work.
+_NOT_TOLD = {
+    "alembic_version",
+    "audit",
+    "blob_leases",
+    "canary_steps",  # of canaries, which are told
+    "change_floor",
+    "changes",
+    "leaders",
+    "organization_requests",
+    "outbox",
+    "outcome_batches",
+    "quota_leases",
+    "reports",
+    "requests",
+    "uploads",
+    "usage",
+    "usage_journals",
+}
+
+
+async def test_every_table_that_callers_write_to_is_told_of(world: World, database: TestDatabase) -> None:
+    query = """
+        SELECT c.relname FROM pg_class c WHERE c.relkind = 'r' AND c.relnamespace = 'public'::regnamespace
+            AND NOT EXISTS (SELECT FROM pg_trigger t WHERE t.tgrelid = c.oid AND t.tgname = 'audit')
+    """
+    with database.connect() as owner:
+        assert {name for (name,) in owner.execute(query).fetchall()} == _NOT_TOLD
 
 
 async def age(database: TestDatabase, tenant: str, days: int) -> None:
