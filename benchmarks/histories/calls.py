@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, Final
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 
 from benchmarks.histories.records import (
     Arms,
     Call,
+    Condemn,
     Delete,
     DeleteAdapter,
     Deleted,
@@ -26,6 +28,7 @@ from benchmarks.histories.records import (
     Promote,
     Publish,
     Published,
+    ReadCanary,
     Refused,
     Resolve,
     Resolved,
@@ -33,11 +36,15 @@ from benchmarks.histories.records import (
     Revoke,
     Rollback,
     SetAlias,
+    Shown,
+    StartCanary,
+    StopCanary,
 )
 from benchmarks.histories.system import Key
 from benchmarks.orphans import BASE, small_adapter
 from veneer.artifact import version_digest
 from veneer.controlplane.v1 import (
+    canaries_pb2,
     catalog_pb2,
     catalog_pb2_grpc,
     nodes_pb2,
@@ -64,6 +71,14 @@ _STATES = {
     catalog_pb2.VERSION_STATE_RETIRED: "RETIRED",
     catalog_pb2.VERSION_STATE_QUARANTINED: "QUARANTINED",
 }
+_CANARY_STATES = {
+    canaries_pb2.CANARY_STATE_RUNNING: "RUNNING",
+    canaries_pb2.CANARY_STATE_PROMOTED: "PROMOTED",
+    canaries_pb2.CANARY_STATE_ROLLED_BACK: "ROLLED_BACK",
+    canaries_pb2.CANARY_STATE_STOPPED: "STOPPED",
+}
+_ENOUGH = 500
+"""Requests of each version of which a report tells; all of them failed on one, and none on the other."""
 _REASONS = {nodes_pb2.REFUSAL_REASON_NOT_FOUND: "NOT_FOUND", nodes_pb2.REFUSAL_REASON_RETIRED: "RETIRED"}
 _OPTIONS = (
     ("grpc.enable_retries", 0),
@@ -121,6 +136,8 @@ class Connection:
             Retire: self._retire,
             Delete: self._delete,
             DeleteAdapter: self._delete_adapter,
+            StartCanary: self._start_canary,
+            StopCanary: self._stop_canary,
             Grant: self._grant,
             Revoke: self._revoke,
         }
@@ -158,6 +175,36 @@ class Connection:
             return Refused(_REASONS.get(found.refusal, str(found.refusal)))
         arms = ((one.digest, one.number, one.weight, one.previous.digest) for one in found.resolution.arms)
         return Resolved(found.resolution.generation, tuple(arms))
+
+    async def canary(self, adapter: str, what: ReadCanary) -> Shown:
+        """Reads a canary."""
+        request = canaries_pb2.GetCanaryRequest(adapter=adapter, alias=what.alias)
+        return _shown((await self._catalog.GetCanary(request, **self._owner)).canary)
+
+    async def condemn(self, adapter: str, what: Condemn, *, epoch: str, sequence: int) -> Outcome:
+        """Reports as a data plane that what asked for a canary's version failed."""
+        outcomes = [
+            nodes_pb2.ArmOutcomes(
+                owner=self._owner_name, adapter=adapter, alias=what.alias, generation=what.generation,
+                version=version, ok=_ENOUGH - failed, failed=failed,
+            )
+            for version, failed in ((what.version, _ENOUGH), (what.stable, 0))
+        ]  # fmt: skip
+        request = nodes_pb2.ReportOutcomesRequest(epoch=epoch, sequence=sequence, outcomes=outcomes)
+        was_counted = (await self._nodes.ReportOutcomes(request, **self._node)).counted
+        return Done() if was_counted else Refused("NOT_COUNTED")
+
+    async def audit(self) -> list[tenants_pb2.AuditEntry]:
+        """Reads all of the owner's audit log, newest first."""
+        entries: list[tenants_pb2.AuditEntry] = []
+        token = ""
+        while True:
+            request = tenants_pb2.ListAuditRequest(page_size=1000, page_token=token)
+            page = await self._tenants.ListAudit(request, **self._owner)
+            entries += page.entries
+            token = page.next_page_token
+            if not token:
+                return entries
 
     async def revoke_key(self, key: Key) -> Outcome:
         """Ends a key of the owner's tenant."""
@@ -216,9 +263,23 @@ class Connection:
         return Deleted(tuple(map(_moved, found.aliases)))
 
     async def _delete_adapter(self, adapter: str, what: DeleteAdapter, request_id: str) -> Outcome:
-        request = catalog_pb2.DeleteAdapterRequest(adapter=adapter, force=what.force, request_id=request_id)
+        request = catalog_pb2.DeleteAdapterRequest(adapter=adapter, force=what.force, dry_run=what.dry_run, request_id=request_id)
         found = await self._catalog.DeleteAdapter(request, **self._owner)
         return Deleted(tuple(map(_moved, found.aliases)), found.num_versions)
+
+    async def _start_canary(self, adapter: str, what: StartCanary, request_id: str) -> Outcome:
+        duration = Duration()
+        duration.FromMilliseconds(what.step_ms)
+        steps = [canaries_pb2.CanaryStep(weight_percent=weight, duration=duration) for weight in what.weights]
+        request = canaries_pb2.StartCanaryRequest(
+            adapter=adapter, alias=what.alias, version=what.version, steps=steps,
+            expected_generation=what.expected, request_id=request_id,
+        )  # fmt: skip
+        return _shown((await self._catalog.StartCanary(request, **self._owner)).canary)
+
+    async def _stop_canary(self, adapter: str, what: StopCanary, request_id: str) -> Outcome:
+        request = canaries_pb2.StopCanaryRequest(adapter=adapter, alias=what.alias, request_id=request_id)
+        return _shown((await self._catalog.StopCanary(request, **self._owner)).canary)
 
     async def _grant(self, adapter: str, what: Grant, request_id: str) -> Outcome:
         request = tenants_pb2.CreateGrantRequest(adapter=adapter, grantee=what.grantee, request_id=request_id)
@@ -244,6 +305,12 @@ def known_outcome(error: grpc.aio.AioRpcError) -> Outcome | None:
 
 def _moved(alias: catalog_pb2.Alias) -> Moved:
     return Moved(alias.name, alias.generation, _arms(alias.arms), alias.frozen)
+
+
+def _shown(canary: canaries_pb2.Canary) -> Shown:
+    weights = tuple(step.weight_percent for step in canary.steps)
+    state = _CANARY_STATES[canary.state]
+    return Shown(canary.alias, canary.version, canary.stable_version, weights, canary.step, canary.generation, state)
 
 
 def _arms(arms: Iterable[catalog_pb2.Arm]) -> Arms:

@@ -1,4 +1,4 @@
-"""Judges a history: invariants, then an order of each adapter's and each key's operations, then the feed."""
+"""Judges a history: invariants, an order of each adapter's and each key's operations, and then the feed and the audit log."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.histories.feed import check_feed, effects_of
+from benchmarks.histories.history import History, Violation
 from benchmarks.histories.invariants import check_invariants
-from benchmarks.histories.model import AdapterState, KeyState, State
-from benchmarks.histories.records import History, Operation, RevokeKey, UseKey, Violation
+from benchmarks.histories.journal import check_journal
+from benchmarks.histories.records import Operation, RevokeKey, UseKey
 from benchmarks.histories.search import linearize
+from benchmarks.histories.state import AdapterState, KeyState, State
 
 
 def check_history(history: History) -> list[Violation]:
@@ -27,8 +29,11 @@ def check_history(history: History) -> list[Violation]:
                 f"after {len(result.order)} operations none of these can come next: {_show(result.stuck)}; state {result.state}"
             )
             found.append(Violation("linearizable", subject, text, [one.id for one in result.stuck]))
-        elif history.feed is not None and isinstance(start, AdapterState):
-            found += check_feed(subject, history.feed, effects_of(subject, operations, result.order, start))
+        elif isinstance(start, AdapterState):
+            if history.feed is not None:
+                found += check_feed(subject, history.feed, effects_of(subject, operations, result.order, start))
+            if history.journal is not None:
+                found += check_journal(subject, history.journal, result.order, start)
     found += [
         Violation("errors are of the contract", one.subject, f"{one.what} was answered {one.error}", [one.id])
         for one in history.operations

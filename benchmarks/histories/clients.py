@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.histories.calls import Connection, Content
 from benchmarks.histories.recorder import Recorder
 from benchmarks.histories.records import (
     Call,
+    Condemn,
     Delete,
     DeleteAdapter,
     Done,
@@ -25,6 +27,7 @@ from benchmarks.histories.records import (
     Publish,
     Published,
     ReadAliases,
+    ReadCanary,
     ReadCount,
     ReadVersions,
     Refused,
@@ -34,6 +37,9 @@ from benchmarks.histories.records import (
     RevokeKey,
     Rollback,
     SetAlias,
+    Shown,
+    StartCanary,
+    StopCanary,
     UseKey,
 )
 from benchmarks.histories.system import Key
@@ -54,6 +60,7 @@ class Board:
         first: Number of its first content; each adapter has its own.
         digests: Versions that were published, oldest first.
         generations: Last generation seen of each alias.
+        canaries: Last canary seen to run of each alias.
         writes: Writes with a request id that may be repeated.
         num_contents: Contents made so far.
     """
@@ -62,6 +69,7 @@ class Board:
     first: int
     digests: list[str] = field(default_factory=list)
     generations: dict[str, int] = field(default_factory=dict)
+    canaries: dict[str, Shown] = field(default_factory=dict)
     writes: list[tuple[Call, str]] = field(default_factory=list)
     num_contents: int = 0
 
@@ -76,6 +84,11 @@ class Board:
         moved = moved.alias if isinstance(moved, Frozen) else moved
         if isinstance(outcome, Published) and outcome.digest not in self.digests:
             self.digests.append(outcome.digest)
+        if isinstance(outcome, Shown) and outcome.state == "RUNNING":
+            self.canaries[outcome.alias] = outcome
+            moved = outcome.moved
+        elif isinstance(outcome, Shown):
+            self.canaries.pop(outcome.alias, None)
         if isinstance(moved, Moved):
             self.generations[moved.alias] = max(moved.generation, self.generations.get(moved.alias, 0))
 
@@ -92,15 +105,21 @@ class World:
 
 
 class Client:
-    """One client with a connection to each control plane. Owned by its task."""
+    """One client. Owned by its task.
+
+    Attributes:
+        connections: One to each control plane.
+    """
 
     def __init__(self, number: int, connections: Sequence[Connection], world: World, recorder: Recorder, *, seed: int) -> None:
         self._number = number
-        self._connections = connections
+        self.connections = connections
         self._world = world
         self._recorder = recorder
         self._chance = random.Random(seed)
         self._num_ids = 0
+        self._epoch = str(uuid.UUID(int=self._chance.getrandbits(128), version=4))
+        self._num_reports = 0
 
     async def run(self, *, until: Callable[[], bool], pause_s: float) -> None:
         """Makes calls until told to stop."""
@@ -109,6 +128,8 @@ class Client:
             (12, self._read),
             (40, self._write),
             (6, self._repeat),
+            (5, self._watch),
+            (3, self._condemn),
             (1, self._revoke_key),
         ]
         weights = [weight for weight, _ in actions]
@@ -123,27 +144,30 @@ class Client:
                 await self._do(board, Publish(board.new_digest(self._world.content)), request_id=self._new_id())
 
     async def settle(self) -> None:
-        """Writes once more to each adapter until that is known, and reads everything: the truth at the end.
+        """Writes once more to each alias until that is known, which ends its canary, and reads everything: the truth at the end.
 
         Raises:
             TimeoutError: The system does not come back.
         """
         for board in self._world.boards:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
-                await self._publish_surely(board)
-            for plane in range(len(self._connections)):
+                for alias in ALIASES:
+                    await self._publish_surely(board, alias)
+            for plane in range(len(self.connections)):
                 await self._read_all(board, plane)
+                for alias in ALIASES:
+                    await self._read_canary(board, ReadCanary(alias), plane)
                 for caller in ("", self._world.guest.tenant):
                     await self._resolve_as(board, Resolve(caller, ALIASES[0]), self._key_of(caller), plane)
         for key in self._world.spare:
             await self._resolve_as(self._world.boards[0], Resolve("", ALIASES[0]), key, 0)
 
-    async def _publish_surely(self, board: Board) -> None:
+    async def _publish_surely(self, board: Board, alias: str) -> None:
         last: Outcome | None = None
         while not isinstance(last, Published):
             await asyncio.sleep(0.05)
-            await self._do(board, Freeze(ALIASES[0], frozen=False), request_id="")
-            what = Publish(board.new_digest(self._world.content), ALIASES[0])
+            await self._do(board, Freeze(alias, frozen=False), request_id="")
+            what = Publish(board.new_digest(self._world.content), alias)
             last = await self._do(board, what, request_id=self._new_id())
 
     def _key_of(self, caller: str) -> Key:
@@ -154,7 +178,7 @@ class Client:
         return f"{self._number}-{self._num_ids}"
 
     def _plane(self) -> int:
-        return self._chance.randrange(len(self._connections))
+        return self._chance.randrange(len(self.connections))
 
     async def _resolve(self, board: Board) -> None:
         roll = self._chance.random()
@@ -167,9 +191,7 @@ class Client:
         await self._resolve_as(board, what, key, self._plane())
 
     async def _resolve_as(self, board: Board, what: Resolve, key: Key, plane: int) -> None:
-        attempt = await self._recorder.attempt(
-            self._number, plane, self._connections[plane].resolve(board.adapter, what, key=key)
-        )
+        attempt = await self._recorder.attempt(self._number, plane, self.connections[plane].resolve(board.adapter, what, key=key))
         outcome = attempt.answer or attempt.refusal
         is_known = outcome is not None and not isinstance(outcome, Lost)
         let_in = outcome != Refused("UNAUTHENTICATED") if is_known else None
@@ -182,7 +204,7 @@ class Client:
         await self._read_all(board, self._plane())
 
     async def _read_all(self, board: Board, plane: int) -> None:
-        connection = self._connections[plane]
+        connection = self.connections[plane]
         both = await self._recorder.attempt(self._number, plane, connection.read(board.adapter))
         aliases, count = both.answer or (both.refusal, both.refusal)
         if aliases != Listed(()):  # of an adapter without aliases, or deleted between the two reads
@@ -194,18 +216,44 @@ class Client:
         if versions.answer != Listed(()):  # as above
             self._recorder.note(versions, board.adapter, ReadVersions(), versions.answer or versions.refusal)
 
+    async def _watch(self, board: Board) -> None:
+        await self._read_canary(board, ReadCanary(self._chance.choice(ALIASES)), self._plane())
+
+    async def _read_canary(self, board: Board, what: ReadCanary, plane: int) -> None:
+        attempt = await self._recorder.attempt(self._number, plane, self.connections[plane].canary(board.adapter, what))
+        outcome = attempt.answer or attempt.refusal
+        self._recorder.note(attempt, board.adapter, what, outcome)
+        board.learn(outcome)
+
+    async def _condemn(self, board: Board) -> None:
+        """Reports that a canary does badly, most times one that runs."""
+        if not board.canaries:
+            return
+        seen = self._chance.choice(list(board.canaries.values()))
+        what = Condemn(seen.alias, seen.generation, seen.version, seen.stable)
+        self._num_reports += 1
+        plane = self._plane()
+        report = self.connections[plane].condemn(board.adapter, what, epoch=self._epoch, sequence=self._num_reports)
+        attempt = await self._recorder.attempt(self._number, plane, report, is_write=True)
+        self._recorder.note(attempt, board.adapter, what, attempt.answer or attempt.refusal)
+
     async def _write(self, board: Board) -> None:
         what = self._draw(board)
         has_id = isinstance(what, Publish) or self._chance.random() < 0.8
         await self._do(board, what, request_id=self._new_id() if has_id else "")
 
     async def _repeat(self, board: Board) -> None:
-        """Sends a write of anybody's again, now and then with something else under its request id."""
+        """Sends a write of anybody's again, now and then with something else under its request id.
+
+        A dry run takes no request id: what comes later under it is done.
+        """
         if board.writes:
             what, request_id = self._chance.choice(board.writes[-_RECENT:])
             other = SetAlias(ALIASES[0], ((self._digest(board), 1),))
             if not isinstance(what, Publish) and self._chance.random() < 0.2:
                 what = other
+            elif isinstance(what, DeleteAdapter):
+                what = replace(what, dry_run=self._chance.random() < 0.7)
             await self._do(board, what, request_id=request_id)
 
     async def _do(self, board: Board, what: Call, *, request_id: str) -> Outcome | None:
@@ -215,7 +263,7 @@ class Client:
         outcome: Outcome | None = None
         for number in range(_MAX_ATTEMPTS):
             plane = self._plane()
-            call = self._connections[plane].write(board.adapter, what, request_id=request_id)
+            call = self.connections[plane].write(board.adapter, what, request_id=request_id)
             attempt = await self._recorder.attempt(self._number, plane, call, is_write=True)
             outcome = attempt.answer or attempt.refusal
             self._recorder.note(attempt, board.adapter, what, outcome, request_id=request_id)
@@ -229,7 +277,7 @@ class Client:
         del board
         if self._world.spare:
             key, plane = self._chance.choice(self._world.spare), self._plane()
-            attempt = await self._recorder.attempt(self._number, plane, self._connections[plane].revoke_key(key), is_write=True)
+            attempt = await self._recorder.attempt(self._number, plane, self.connections[plane].revoke_key(key), is_write=True)
             self._recorder.note(attempt, f"key {key.id}", RevokeKey(), attempt.answer or attempt.refusal)
 
     def _digest(self, board: Board) -> str:
@@ -241,7 +289,7 @@ class Client:
         expected = board.generations.get(alias, 0) if chance.random() < 0.7 else None
         other = self._digest(board)
         split = ((digest, chance.randrange(1, 100)), (other, chance.randrange(1, 100))) if other != digest else ((digest, 1),)
-        kind = chance.choices(range(12), [7, 22, 10, 12, 4, 6, 13, 15, 2, 10, 8, 2])[0]
+        kind = chance.choices(range(14), [7, 16, 6, 8, 4, 6, 10, 12, 2, 8, 8, 8, 26, 10])[0]
         if kind == 0:
             return Publish(board.new_digest(self._world.content), chance.choice(["", *ALIASES]))
         if kind == 8:
@@ -256,7 +304,9 @@ class Client:
             7: Revoke(guest),
             9: self._promotion(alias, digest, expected),
             10: Freeze(alias, frozen=chance.random() < 0.25),
-            11: DeleteAdapter(force=chance.random() < 0.9),
+            11: DeleteAdapter(force=chance.random() < 0.9, dry_run=chance.random() < 0.75),
+            12: self._canary(alias, digest, expected),
+            13: StopCanary(chance.choice(list(board.canaries) or ALIASES)),
         }
         return calls[kind]
 
@@ -265,3 +315,7 @@ class Client:
             return Promote(alias, "", digest, expected)
         (source,) = set(ALIASES) - {alias}
         return Promote(alias, source, digest if self._chance.random() < 0.3 else "", expected)
+
+    def _canary(self, alias: str, version: str, expected: int | None) -> StartCanary:
+        weights = sorted(self._chance.sample(range(1, 100), self._chance.randrange(1, 4)))
+        return StartCanary(alias, version, tuple(weights), self._chance.choice([0, 0, 0, 100]), expected)

@@ -8,19 +8,21 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import psycopg
 
+from benchmarks.histories.history import Fault, History
 from benchmarks.histories.recorder import Recorder
-from benchmarks.histories.records import Delete, Fault, Grant, History, Operation, Publish, Retire, Revoke, Rollback, SetAlias
+from benchmarks.histories.records import Operation, is_read
 from benchmarks.histories.system import System
 
 KINDS = ("kill", "restart", "pause", "read-only")
-_WRITES = (Publish, SetAlias, Rollback, Retire, Delete, Grant, Revoke)
 _MAX_TRIES = 4
 _LONGEST_PAUSE_S = 1.0
 _LONGEST_READ_ONLY_S = 2.0
 _PATIENCE_S = 20.0
+_BOUNDED: dict[str, Any] = {"connect_timeout": 10, "options": "-c statement_timeout=10000"}
 
 
 class Injector:
@@ -38,6 +40,12 @@ class Injector:
         self._chance = random.Random(seed)
         self.faults: list[Fault] = []
         self.is_over = False
+        self._doing = "waiting for the clients"
+
+    def __str__(self) -> str:
+        """What it did, and does."""
+        done = ", ".join(one.kind for one in self.faults) or "none"
+        return f"faults so far: {done}; now: {self._doing}"
 
     async def run(self, *, ready: Callable[[], bool]) -> None:
         """Strikes in random order, each kind when there are writes under way on what it strikes."""
@@ -55,12 +63,15 @@ class Injector:
                 struck = None if kind in ("restart", "read-only") else plane
                 await self._wait_for_writes(struck)
                 start = time.monotonic_ns()
+                self._doing = kind
                 await strikes[kind](plane)
                 fault = Fault(kind, struck, start, time.monotonic_ns())
                 self.faults.append(fault)
+                self._doing = "waiting for what it met"
                 await asyncio.sleep(self._chance.uniform(0.1, 0.3))
                 if has_hit(fault, self._recorder.operations):
                     break
+        self._doing = "nothing"
         self.is_over = True
 
     async def _wait_for_writes(self, plane: int | None) -> None:
@@ -100,7 +111,7 @@ class Injector:
             await asyncio.to_thread(self._set_read_only, on=False)
 
     def _set_read_only(self, *, on: bool) -> None:
-        with psycopg.connect(self._system.postgres.url(scheme="postgresql"), autocommit=True) as connection:
+        with psycopg.connect(self._system.postgres.url(scheme="postgresql"), autocommit=True, **_BOUNDED) as connection:
             connection.execute("SET default_transaction_read_only = off")
             connection.execute(f"ALTER SYSTEM SET default_transaction_read_only = {'on' if on else 'off'}")
             connection.execute("SELECT pg_reload_conf()")
@@ -114,8 +125,7 @@ def has_hit(fault: Fault, operations: list[Operation]) -> bool:
     """
     if fault.kind == "read-only":
         return any(
-            isinstance(one.what, _WRITES) and one.error == "UNAVAILABLE" and one.end > fault.start and one.call < fault.end
-            for one in operations
+            not is_read(one.what) and one.error == "UNAVAILABLE" and fault.start < one.call < fault.end for one in operations
         )
     struck = [one for one in operations if fault.plane in (None, one.plane) and one.call < fault.start < one.end]
     if fault.kind == "pause":

@@ -7,22 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.histories.model import AdapterState, State, step
-from benchmarks.histories.records import (
-    Change,
-    Delete,
-    DeleteAdapter,
-    Deleted,
-    Done,
-    Feed,
-    Grant,
-    Moved,
-    Operation,
-    Publish,
-    Retire,
-    Revoke,
-    Violation,
-)
+from benchmarks.histories.history import Change, Feed, Violation
+from benchmarks.histories.model import step
+from benchmarks.histories.records import Delete, DeleteAdapter, Deleted, Done, Grant, Moved, Operation, Publish, Retire, Revoke
+from benchmarks.histories.state import AdapterState, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +44,7 @@ def effects_of(subject: str, operations: Sequence[Operation], order: Sequence[Op
                 versions[one.what.version] += 1
             elif isinstance(one.what, DeleteAdapter):
                 versions.update(version.digest for version in state.versions)
-            for moved in _moved_between(state, after):
+            for moved in moved_between(state, after):
                 version = moved.arms[0][0] if len(moved.arms) == 1 else ""
                 moves.setdefault(moved.alias, []).append(Change("ALIAS", subject, version, moved.generation))
         state = after
@@ -71,7 +59,8 @@ def _changes_of_grants(operations: Sequence[Operation]) -> tuple[int, int]:
     """
     least = most = num_open = 0
     grantees = {one.what.grantee for one in operations if isinstance(one.what, Grant)}
-    deleted = [one for one in operations if isinstance(one.what, DeleteAdapter) and isinstance(one.outcome, Deleted | None)]
+    deletions = [one for one in operations if isinstance(one.what, DeleteAdapter) and not one.what.dry_run]
+    deleted = [one for one in deletions if isinstance(one.outcome, Deleted | None)]
     most += (1 + len(grantees)) * len({one.request_id or one.id for one in deleted})
     for grantee in grantees:
         withdrawn = [one for one in operations if isinstance(one.what, Revoke) and one.what.grantee == grantee]
@@ -82,7 +71,8 @@ def _changes_of_grants(operations: Sequence[Operation]) -> tuple[int, int]:
     return least, most + num_open
 
 
-def _moved_between(before: AdapterState, after: AdapterState) -> Iterator[Moved]:
+def moved_between(before: AdapterState, after: AdapterState) -> Iterator[Moved]:
+    """Aliases that one operation moved, as they are after it."""
     known = dict(before.generations)
     for name, generation in after.generations:
         if known.get(name) != generation:

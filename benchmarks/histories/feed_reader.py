@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import grpc
 
 from benchmarks.histories.calls import Connection
-from benchmarks.histories.records import Change, Feed
+from benchmarks.histories.history import Change, Feed
 from veneer.controlplane.v1 import nodes_pb2
 
 _PAUSE_S = 0.01

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from benchmarks.histories.history import Violation
 from benchmarks.histories.records import (
     MOVES,
     Arms,
+    Conduct,
     Deleted,
     Done,
     Frozen,
@@ -25,15 +27,19 @@ from benchmarks.histories.records import (
     Resolved,
     Revoke,
     RevokeKey,
+    Shown,
+    StartCanary,
+    StopCanary,
     UseKey,
-    Violation,
+    is_read,
 )
+from benchmarks.histories.state import RUNNING
 
 
 def check_invariants(subject: str, operations: Sequence[Operation]) -> list[Violation]:
     """Returns what one adapter's operations (or one key's) show to be broken."""
     found: list[Violation] = []
-    for check in (_numbers, _generations, _exclusive, _idempotent, _revocations):
+    for check in (_numbers, _generations, _exclusive, _canaries, _idempotent, _revocations):
         found += check(subject, operations)
     return found
 
@@ -89,18 +95,22 @@ def _generations(subject: str, operations: Sequence[Operation]) -> Iterator[Viol
 
 def _aliases_in(operation: Operation) -> Iterator[tuple[Moved, bool]]:
     """What an operation shows of aliases, and whether it moved them."""
-    outcome = operation.outcome
+    what, outcome = operation.what, operation.outcome
     if isinstance(outcome, Moved):
         yield outcome, True
+    elif isinstance(outcome, Shown) and isinstance(what, StopCanary):
+        yield Moved(outcome.alias, outcome.generation + 1, ((outcome.stable, 1),)), True
+    elif isinstance(outcome, Shown) and (isinstance(what, StartCanary) or outcome.state == RUNNING):
+        yield outcome.moved, isinstance(what, StartCanary)
     elif isinstance(outcome, Published) and outcome.moved is not None:
         yield outcome.moved, True
-    elif isinstance(outcome, Deleted):
+    elif isinstance(outcome, Deleted) and not is_read(what):
         yield from ((moved, True) for moved in outcome.moved)
     elif isinstance(outcome, Listed):
         yield from ((item, False) for item in outcome.items if isinstance(item, Moved))
-    elif isinstance(outcome, Resolved) and isinstance(operation.what, Resolve) and operation.what.alias:
+    elif isinstance(outcome, Resolved) and isinstance(what, Resolve) and what.alias:
         arms = tuple((digest, weight) for digest, _, weight, _ in outcome.arms)
-        yield Moved(operation.what.alias, outcome.generation, arms), False
+        yield Moved(what.alias, outcome.generation, arms), False
 
 
 def _never_back(subject: str, operations: Sequence[Operation]) -> Iterator[Violation]:
@@ -123,7 +133,9 @@ def _exclusive(subject: str, operations: Sequence[Operation]) -> Iterator[Violat
     """Of moves that expect one generation, one wins, and it makes the next."""
     winners: dict[tuple[str, int], Operation] = {}
     for one in operations:
-        if not isinstance(one.what, MOVES) or not one.what.expected or not isinstance(one.outcome, Moved):
+        if not isinstance(one.what, (*MOVES, StartCanary)) or not one.what.expected:
+            continue
+        if not isinstance(one.outcome, Moved | Shown):
             continue
         if one.outcome.generation != one.what.expected + 1:
             text = f"a move that expected {one.what.expected} made generation {one.outcome.generation}"
@@ -134,11 +146,30 @@ def _exclusive(subject: str, operations: Sequence[Operation]) -> Iterator[Violat
             yield Violation("compare-and-swap is exclusive", subject, text, [other.id, one.id])
 
 
+def _canaries(subject: str, operations: Sequence[Operation]) -> Iterator[Violation]:
+    """What the service moves of itself goes on from a step of a canary, which a start or the service itself made."""
+    movers: dict[tuple[str, int], list[tuple[Operation, Arms]]] = {}
+    for one in operations:
+        for moved, is_move in _aliases_in(one):
+            if is_move:
+                movers.setdefault((moved.alias, moved.generation), []).append((one, moved.arms))
+    for one in operations:
+        if not isinstance(one.what, Conduct) or not isinstance(one.outcome, Moved):
+            continue
+        before = movers.get((one.outcome.alias, one.outcome.generation - 1), [])
+        is_step = [isinstance(other.what, StartCanary | Conduct) and len(arms) > 1 for other, arms in before]
+        if before and not any(is_step):
+            other = before[0][0]
+            ended = isinstance(other.what, StopCanary | Conduct)
+            promise = "a canary that has ended moves nothing" if ended else "a canary overwrites nobody's move"
+            yield Violation(promise, subject, f"{one.outcome} came after {other.what}", [other.id, one.id])
+
+
 def _idempotent(subject: str, operations: Sequence[Operation]) -> Iterator[Violation]:
     """All that were answered under one request id were answered the same."""
     answers: dict[str, Operation] = {}
     for one in operations:
-        if one.request_id and isinstance(one.outcome, Moved | Frozen | Published | Deleted):
+        if one.request_id and not is_read(one.what) and isinstance(one.outcome, Moved | Frozen | Published | Deleted | Shown):
             other = answers.setdefault(one.request_id, one)
             if other.what == one.what and other.outcome != one.outcome:
                 text = f"{one.request_id} was answered {other.outcome} and {one.outcome}"

@@ -11,14 +11,18 @@ from pathlib import Path
 
 from benchmarks.histories.check import check_history
 from benchmarks.histories.faults import hits
-from benchmarks.histories.record import Load, record
-from benchmarks.histories.records import History, Violation
+from benchmarks.histories.history import History, Violation
+from benchmarks.histories.record import Load, StalledError, record
+from benchmarks.histories.records import Conduct
 from benchmarks.histories.system import System
 from benchmarks.report import Row
 
 MIN_KINDS = 3
 """Kinds of fault that must have hit for a history to count."""
 MIN_CALLS = 300
+MIN_CLIENTS = 5
+_MIN_CALLS_OF_CLIENT = 10
+"""Calls with a known outcome that make somebody one of a history's clients."""
 BUGS: Mapping[str, frozenset[str]] = {
     "lost-compare": frozenset({"compare-and-swap is exclusive"}),
     "answer-not-kept": frozenset({"a request id is answered once", "linearizable"}),
@@ -30,6 +34,10 @@ BUGS: Mapping[str, frozenset[str]] = {
     "deletion-forgets-generations": frozenset(
         {"an alias's generation grows by one a move", "a generation of an alias means one thing", "an alias never goes back"}
     ),
+    "canary-overwrites": frozenset({"a canary overwrites nobody's move"}),
+    "stopped-canary-moves": frozenset({"a canary that has ended moves nothing"}),
+    "dry-run-deletes": frozenset({"linearizable"}),
+    "dry-run-guesses": frozenset({"linearizable"}),
 }
 """Faults that `tests.fixtures.planted_bugs` plants, and the promises of which one must be found broken."""
 _PLANTED_BY = "tests.fixtures.planted_bugs"
@@ -52,22 +60,33 @@ def measure_histories(folder: Path, *, count: int, bugs: Sequence[str] = tuple(B
 
 def _checked(system: System, count: int) -> list[Row]:
     struck: Counter[str] = Counter()
-    counted = num_violations = num_calls = num_unknown = 0
+    counted = num_violations = num_calls = num_unknown = num_moves = 0
     checking_s = 0.0
     start = time.monotonic()
     for number in range(count):
-        history = asyncio.run(record(system, number=number))
+        try:
+            history = asyncio.run(record(system, number=number))
+        except StalledError as error:
+            print(f"history {number} stalled, and no further one is recorded: {error}", flush=True)
+            break
         began = time.monotonic()
         violations = check_history(history)
         checking_s += time.monotonic() - began
         hit = hits(history)
         struck += hit
-        counted += len(hit) >= MIN_KINDS and history.num_calls >= MIN_CALLS
+        lacking = shortfalls(history)
+        counted += not lacking
         num_violations += len(violations)
         num_calls += history.num_calls
         unknown = sum(one.outcome is None for one in history.operations)
         num_unknown += unknown
-        print(f"history {number}: {history.num_calls} calls, {unknown} unknown, hit by {dict(hit)}, {len(violations)} violations")
+        moves = sum(isinstance(one.what, Conduct) for one in history.operations)
+        num_moves += moves
+        print(
+            f"history {number}: {history.num_calls} calls, {unknown} unknown, {moves} moves by canaries, hit by {dict(hit)},"
+            f" {len(violations)} violations{''.join(f'; does not count: {text}' for text in lacking)}",
+            flush=True,
+        )
         _show(history, violations, name=f"history-{number}")
     print(
         f"{count} histories in {time.monotonic() - start:.0f} s, {checking_s:.1f} s of it checking; faults: {dict(struck)}",
@@ -78,15 +97,34 @@ def _checked(system: System, count: int) -> list[Row]:
         Row("violations", num_violations, "violations", "<= 0"),
         Row("history_calls", num_calls, "calls"),
         Row("history_unknown", num_unknown, "outcomes"),
+        Row("history_canary_moves", num_moves, "moves", f">= {count}"),
         *(Row(f"history_faults_{kind}", times, "hits") for kind, times in sorted(struck.items())),
     ]
+
+
+def shortfalls(history: History) -> list[str]:
+    """What a history lacks to count, by its records alone; nothing: it counts."""
+    found = []
+    if history.num_calls < MIN_CALLS:
+        found.append(f"{history.num_calls} calls have a known outcome, not {MIN_CALLS}")
+    num_clients = sum(calls >= _MIN_CALLS_OF_CLIENT for calls in history.calls_by_client().values())
+    if num_clients < MIN_CLIENTS:
+        found.append(f"{num_clients} clients made {_MIN_CALLS_OF_CLIENT} of them or more, not {MIN_CLIENTS}")
+    kinds = hits(history)
+    if len(kinds) < MIN_KINDS:
+        found.append(f"{len(kinds)} kinds of fault hit, not {MIN_KINDS}")
+    return found
 
 
 def _is_caught(system: System, bug: str, *, first: int) -> bool:
     """Whether the checker finds a planted fault, and for what it is."""
     system.serve_by(_PLANTED_BY, bug)
     for number in range(first, first + _MAX_TRIES):
-        history = asyncio.run(record(system, number=number, kinds=_PLANTED_KINDS, load=_PLANTED))
+        try:
+            history = asyncio.run(record(system, number=number, kinds=_PLANTED_KINDS, load=_PLANTED))
+        except StalledError as error:
+            print(f"{bug}: the history stalled: {error}", flush=True)
+            return False
         found = Counter(one.promise for one in check_history(history))
         print(f"{bug}: {history.num_calls} calls, found {dict(found)}", flush=True)
         if BUGS[bug] & set(found):

@@ -6,12 +6,17 @@ is promised and not what the code does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
+from benchmarks.histories import canary_model
 from benchmarks.histories.records import (
     MOVES,
     Arms,
+    Call,
+    Condemn,
+    Conduct,
     Delete,
     DeleteAdapter,
     Deleted,
@@ -27,6 +32,7 @@ from benchmarks.histories.records import (
     Publish,
     Published,
     ReadAliases,
+    ReadCanary,
     ReadCount,
     ReadVersions,
     Refused,
@@ -37,81 +43,39 @@ from benchmarks.histories.records import (
     RevokeKey,
     Rollback,
     SetAlias,
+    Shown,
+    StartCanary,
+    StopCanary,
     UseKey,
+    is_read,
 )
-
-READY, RETIRED = "READY", "RETIRED"
-STABLE = "stable"
-NOT_FOUND = Refused("NOT_FOUND")
-PRECONDITION = Refused("FAILED_PRECONDITION")
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A version that is not deleted."""
-
-    digest: str
-    number: int
-    state: str = READY
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterState:
-    """All that one adapter's answers depend on.
-
-    Attributes:
-        num_versions: Versions that it ever had; 0: there is no such adapter yet.
-        versions: By number.
-        generations: Present generation of each alias, by name.
-        moves: What each alias served in each generation that is remembered, oldest first: all that share no deleted version.
-        frozen: Aliases that may not move.
-        is_deleted: There is no such adapter now, though there was.
-        grants: Tenants that may use it.
-        answers: Request ids that were answered, with what they asked for and the answer.
-    """
-
-    num_versions: int = 0
-    versions: tuple[Version, ...] = ()
-    generations: tuple[tuple[str, int], ...] = ()
-    moves: tuple[Moved, ...] = ()
-    frozen: frozenset[str] = frozenset()
-    is_deleted: bool = False
-    grants: frozenset[str] = frozenset()
-    answers: frozenset[tuple[str, object, Outcome]] = frozenset()
-
-    def find(self, digest: str) -> Version | None:
-        """The version with a digest."""
-        return next((one for one in self.versions if one.digest == digest), None)
-
-    def alias(self, name: str) -> Moved | None:
-        """What an alias serves; None when it is absent or points at nothing."""
-        generation = dict(self.generations).get(name)
-        return next((one for one in self.moves if one.alias == name and one.generation == generation and one.arms), None)
-
-    def aliases(self) -> tuple[Moved, ...]:
-        """What all aliases serve, by name."""
-        present = (self.alias(name) for name, _ in self.generations)
-        return tuple(replace(one, frozen=one.alias in self.frozen) for one in present if one is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyState:
-    """A key that was created before the history began."""
-
-    is_valid: bool = True
-
-
-State = AdapterState | KeyState
+from benchmarks.histories.state import (
+    NOT_FOUND,
+    PRECONDITION,
+    READY,
+    RETIRED,
+    RUNNING,
+    STABLE,
+    AdapterState,
+    KeyState,
+    State,
+    Version,
+    move,
+)
 
 
 def step(state: State, operation: Operation) -> tuple[Outcome, State]:
     """What an operation must answer in a state, and the state after it."""
     if isinstance(state, KeyState):
         return _step_key(state, operation)
+    what = operation.what
+    asked_for = replace(what, dry_run=False) if isinstance(what, DeleteAdapter) else what
     for request_id, asked, answer in state.answers:
         if request_id == operation.request_id:
-            return (answer, state) if asked == operation.what else (Refused("INVALID_ARGUMENT"), state)
-    outcome, after = _step_adapter(state, operation)
+            return (answer, state) if asked == asked_for else (Refused("INVALID_ARGUMENT"), state)
+    outcome, after = _step_adapter(state, what)
+    if is_read(what):
+        return outcome, state
     if operation.request_id and not isinstance(outcome, Refused):
         after = replace(after, answers=after.answers | {(operation.request_id, operation.what, outcome)})
     return outcome, after
@@ -138,6 +102,10 @@ def ceilings(operation: Operation) -> dict[str, int]:
         return {"": outcome.number - 1, **moved}
     if isinstance(outcome, Deleted):
         return {one.alias: one.generation - 1 for one in outcome.moved}
+    if isinstance(outcome, Shown):
+        if isinstance(what, StartCanary):
+            return {outcome.alias: outcome.generation - 1}
+        return {outcome.alias: outcome.generation} if isinstance(what, StopCanary) or outcome.state == RUNNING else {}
     if isinstance(what, Resolve) and what.alias and isinstance(outcome, Resolved):
         return {what.alias: outcome.generation}
     if isinstance(what, ReadCount) and isinstance(outcome, Listed):
@@ -156,36 +124,11 @@ def _step_key(state: KeyState, operation: Operation) -> tuple[Outcome, State]:
     return (Done() if state.is_valid else Refused("UNAUTHENTICATED")), state
 
 
-def _step_adapter(state: AdapterState, operation: Operation) -> tuple[Outcome, AdapterState]:
-    what = operation.what
-    if isinstance(what, Publish):
-        return _publish(state, what)
-    if isinstance(what, Resolve):
-        return _resolve(state, what), state
-    if state.num_versions == 0 or state.is_deleted:
+def _step_adapter(state: AdapterState, what: Call) -> tuple[Outcome, AdapterState]:
+    is_absent = state.num_versions == 0 or state.is_deleted
+    if is_absent and not isinstance(what, Publish | Resolve | Condemn | Conduct):
         return NOT_FOUND, state
-    if isinstance(what, ReadAliases):
-        return Listed(state.aliases()), state
-    if isinstance(what, ReadCount):
-        return Listed((state.num_versions,)), state
-    if isinstance(what, ReadVersions):
-        return Listed(tuple((one.number, one.digest, one.state) for one in state.versions)), state
-    if isinstance(what, MOVES):
-        return _move_alias(state, what)
-    if isinstance(what, Freeze):
-        return _freeze(state, what)
-    if isinstance(what, Retire):
-        return _retire(state, what)
-    if isinstance(what, Delete):
-        return _delete(state, what)
-    if isinstance(what, DeleteAdapter):
-        return _delete_adapter(state, what)
-    if isinstance(what, Grant):
-        return Done(), replace(state, grants=state.grants | {what.grantee})
-    assert isinstance(what, Revoke)
-    if what.grantee not in state.grants:
-        return NOT_FOUND, state
-    return Done(), replace(state, grants=state.grants - {what.grantee})
+    return _STEPS[type(what)](state, what)
 
 
 def _publish(state: AdapterState, what: Publish) -> tuple[Outcome, AdapterState]:
@@ -200,16 +143,8 @@ def _publish(state: AdapterState, what: Publish) -> tuple[Outcome, AdapterState]
     after = replace(state, num_versions=number, versions=versions, is_deleted=False)
     if not name:
         return Published(what.digest, number, None), after
-    moved, after = _moved(after, name, ((what.digest, 1),))
+    moved, after = move(after, name, ((what.digest, 1),))
     return Published(what.digest, number, moved), after
-
-
-def _moved(state: AdapterState, name: str, arms: Arms) -> tuple[Moved, AdapterState]:
-    generations = dict(state.generations)
-    generations[name] = generations.get(name, 0) + 1
-    moved = Moved(name, generations[name], arms)
-    moves = (*state.moves, moved) if arms else state.moves
-    return moved, replace(state, generations=tuple(sorted(generations.items())), moves=moves)
 
 
 def _move_alias(state: AdapterState, what: SetAlias | Rollback | Promote) -> tuple[Outcome, AdapterState]:
@@ -227,7 +162,7 @@ def _move_alias(state: AdapterState, what: SetAlias | Rollback | Promote) -> tup
         return PRECONDITION, state
     if what.alias in state.frozen:
         return PRECONDITION, state
-    return _moved(state, what.alias, arms)
+    return move(state, what.alias, arms)
 
 
 def _arms_of(state: AdapterState, what: SetAlias | Rollback | Promote, present: Moved | None) -> Arms | Refused:
@@ -299,11 +234,12 @@ def _delete(state: AdapterState, what: Delete) -> tuple[Outcome, AdapterState]:
         return PRECONDITION, state
     moved: list[Moved] = []
     for alias in serving:
-        one, state = _moved(state, alias.alias, tuple(arm for arm in alias.arms if arm[0] != what.version))
+        one, state = move(state, alias.alias, tuple(arm for arm in alias.arms if arm[0] != what.version))
         moved.append(one)
     versions = tuple(one for one in state.versions if one.digest != what.version)
     moves = tuple(one for one in state.moves if all(digest != what.version for digest, _ in one.arms))
-    return Deleted(tuple(moved)), replace(state, versions=versions, moves=moves)
+    canaries = tuple(one for one in state.canaries if what.version not in (one.version, one.stable))
+    return Deleted(tuple(moved)), replace(state, versions=versions, moves=moves, canaries=canaries)
 
 
 def _delete_adapter(state: AdapterState, what: DeleteAdapter) -> tuple[Outcome, AdapterState]:
@@ -314,13 +250,24 @@ def _delete_adapter(state: AdapterState, what: DeleteAdapter) -> tuple[Outcome, 
     moved: list[Moved] = []
     num_versions = len(state.versions)
     for alias in present:
-        one, state = _moved(state, alias.alias, ())
+        one, state = move(state, alias.alias, ())
         moved.append(one)
-    return Deleted(tuple(moved), num_versions), replace(state, versions=(), moves=(), grants=frozenset(), is_deleted=True)
+    after = replace(state, versions=(), moves=(), canaries=(), grants=frozenset(), is_deleted=True)
+    return Deleted(tuple(moved), num_versions), after
 
 
 def _serving(state: AdapterState, digest: str) -> list[Moved]:
     return [one for one in state.aliases() if any(version == digest for version, _ in one.arms)]
+
+
+def _grant(state: AdapterState, what: Grant) -> tuple[Outcome, AdapterState]:
+    return Done(), replace(state, grants=state.grants | {what.grantee})
+
+
+def _revoke(state: AdapterState, what: Revoke) -> tuple[Outcome, AdapterState]:
+    if what.grantee not in state.grants:
+        return NOT_FOUND, state
+    return Done(), replace(state, grants=state.grants - {what.grantee})
 
 
 def _resolve(state: AdapterState, what: Resolve) -> Outcome:
@@ -347,3 +294,24 @@ def _arm(state: AdapterState, alias: str, digest: str, weight: int) -> tuple[str
     first = min(one.generation for one in history if any(served == digest for served, _ in one.arms))
     before = _last_whole(state, (one for one in history if one.generation < first), other_than=None)
     return digest, version.number, weight, before
+
+
+_STEPS: Mapping[type[Call], Callable[[AdapterState, Any], tuple[Outcome, AdapterState]]] = {
+    Publish: _publish,
+    **dict.fromkeys(MOVES, _move_alias),
+    Freeze: _freeze,
+    Retire: _retire,
+    Delete: _delete,
+    DeleteAdapter: _delete_adapter,
+    StartCanary: canary_model.start,
+    StopCanary: canary_model.stop,
+    Condemn: canary_model.condemn,
+    Conduct: canary_model.conduct,
+    Grant: _grant,
+    Revoke: _revoke,
+    Resolve: lambda state, what: (_resolve(state, what), state),
+    ReadAliases: lambda state, _: (Listed(state.aliases()), state),
+    ReadCount: lambda state, _: (Listed((state.num_versions,)), state),
+    ReadVersions: lambda state, _: (Listed(tuple((one.number, one.digest, one.state) for one in state.versions)), state),
+    ReadCanary: lambda state, what: (canary_model.read(state, what), state),
+}

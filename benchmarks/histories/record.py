@@ -7,14 +7,20 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import grpc
+
 from benchmarks.histories.calls import Connection
 from benchmarks.histories.clients import Client, World
 from benchmarks.histories.faults import KINDS, Injector
 from benchmarks.histories.feed_reader import FeedReader
+from benchmarks.histories.history import Change, Entry, History
+from benchmarks.histories.journal import moves_in
 from benchmarks.histories.recorder import Recorder
-from benchmarks.histories.records import Change, History, Moved, ReadAliases
+from benchmarks.histories.records import Moved, ReadAliases
 from benchmarks.histories.system import System
+from veneer.errors import VeneerError
 
+_PAUSE_S = 0.05
 _FEED_TIMEOUT_S = 30.0
 
 
@@ -28,6 +34,7 @@ class Load:
         num_keys: Keys that they may revoke.
         min_calls: They go on until they have made so many, and all faults are over.
         pause_s: A client's mean pause between its calls.
+        limit_s: Most time that all of it may take, many times what it does take.
     """
 
     num_clients: int = 6
@@ -35,6 +42,11 @@ class Load:
     num_keys: int = 4
     min_calls: int = 320
     pause_s: float = 0.03
+    limit_s: float = 240.0
+
+
+class StalledError(Exception):
+    """A history did not come to its end: the message says how far it came."""
 
 
 async def record(system: System, *, number: int, kinds: Sequence[str] = KINDS, load: Load | None = None) -> History:
@@ -45,8 +57,24 @@ async def record(system: System, *, number: int, kinds: Sequence[str] = KINDS, l
         number: Of the history on this system; it seeds what is drawn at random too.
         kinds: Faults that strike the system meanwhile, each until it has hit.
         load: How much of it.
+
+    Raises:
+        StalledError: It was not over in time, or a process did not come back from a fault.
     """
     load = load or Load()
+    recorder = Recorder()
+    injector = Injector(system, recorder, seed=number, kinds=kinds)
+    try:
+        async with asyncio.timeout(load.limit_s):
+            return await _record(system, recorder, injector, number=number, load=load)
+    except (TimeoutError, VeneerError, ExceptionGroup) as error:
+        if isinstance(error, ExceptionGroup) and error.split((TimeoutError, VeneerError))[1] is not None:
+            raise  # an error of this program
+        text = f"{recorder.num_calls} calls had an answer, {recorder.num_in_flight(None)} writes had none yet"
+        raise StalledError(f"not over within {load.limit_s:g} s: {text}; {injector}; {error!r}") from error
+
+
+async def _record(system: System, recorder: Recorder, injector: Injector, *, number: int, load: Load) -> History:
     world = World(
         owner=await system.tenant(f"owner-{number}"),
         guest=await system.tenant(f"guest-{number}"),
@@ -54,7 +82,6 @@ async def record(system: System, *, number: int, kinds: Sequence[str] = KINDS, l
         num_adapters=load.num_adapters,
         first_content=1_000_000 + 10_000 * number,
     )
-    recorder = Recorder()
     async with contextlib.AsyncExitStack() as stack:
 
         def connect() -> list[Connection]:
@@ -69,7 +96,6 @@ async def record(system: System, *, number: int, kinds: Sequence[str] = KINDS, l
         reader = FeedReader(connect(), world.owner.tenant)
         await reader.start()
         clients = [Client(at, connect(), world, recorder, seed=1000 * number + at) for at in range(load.num_clients)]
-        injector = Injector(system, recorder, seed=number, kinds=kinds)
         following = asyncio.create_task(reader.run())
         try:
             await clients[0].begin()
@@ -80,7 +106,18 @@ async def record(system: System, *, number: int, kinds: Sequence[str] = KINDS, l
             following.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await following
-    return recorder.history(reader.feed, injector.faults)
+        journal = await _journal(clients[0].connections)
+    recorder.note_service(journal)
+    return recorder.history(reader.feed, injector.faults, journal)
+
+
+async def _journal(connections: Sequence[Connection]) -> tuple[Entry, ...]:
+    """What the audit log says, from whichever control plane answers."""
+    while True:
+        for one in connections:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return moves_in(await one.audit())
+        await asyncio.sleep(_PAUSE_S)
 
 
 async def _work(clients: Sequence[Client], injector: Injector, recorder: Recorder, load: Load) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from benchmarks.histories.calls import known_outcome
-from benchmarks.histories.records import Call, Fault, Feed, History, Lost, Operation, Outcome
+from benchmarks.histories.history import Entry, Fault, Feed, History
+from benchmarks.histories.records import SERVICE, Call, Conduct, Lost, Operation, Outcome
 
 _T = TypeVar("_T")
 _LOST_BY_CORE = "Internal error from Core"
 """What grpc.aio says where it lost an answer that came before all of an upload was sent."""
+
+
+_CLOCK_ERROR_NS = 5_000_000
+"""By how much the system's clock may stray from the monotonic one and back meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Recorder:
 
     Attributes:
         operations: In the order in which they ended.
-        num_calls: Calls that are over and were not lost on the way.
+        num_calls: Calls whose outcome is known.
         num_refused_writes: Writes among them that failed because the system was away.
     """
 
@@ -55,6 +60,7 @@ class Recorder:
         self._next = 0
         self.num_calls = 0
         self.num_refused_writes = 0
+        self._clock_ahead_ns = _clock_ahead_ns()
 
     def num_in_flight(self, plane: int | None) -> int:
         """Writes that are under way, at one control plane or at all."""
@@ -71,14 +77,14 @@ class Recorder:
             refusal = known_outcome(error)
             name = "" if refusal is not None else "LOST" if error.details() == _LOST_BY_CORE else error.code().name
             self.num_refused_writes += is_write and name == "UNAVAILABLE"
-            self.num_calls += not isinstance(refusal, Lost)
+            self.num_calls += refusal is not None and not isinstance(refusal, Lost)
             return Attempt(client, plane, start, time.monotonic_ns(), None, refusal, name)
         finally:
             del self._in_flight[number]
         self.num_calls += 1
         return Attempt(client, plane, start, time.monotonic_ns(), answer)
 
-    def note(self, attempt: Attempt[_T], subject: str, what: Call, outcome: Outcome | None, *, request_id: str = "") -> None:
+    def note(self, attempt: Attempt[Any], subject: str, what: Call, outcome: Outcome | None, *, request_id: str = "") -> None:
         """Writes down what a call showed about one subject."""
         one = Operation(
             id=0,
@@ -94,7 +100,22 @@ class Recorder:
         )
         self.operations.append(one)
 
-    def history(self, feed: Feed, faults: Sequence[Fault]) -> History:
+    def note_service(self, journal: Sequence[Entry]) -> None:
+        """Writes down what the service did of itself: each since its transaction began, and until now."""
+        ahead_ns = max(self._clock_ahead_ns, _clock_ahead_ns()) + _CLOCK_ERROR_NS
+        now = time.monotonic_ns()
+        for entry in journal:
+            if entry.is_service:
+                began = Attempt(SERVICE, SERVICE, entry.time_ns - ahead_ns, now)
+                self.note(began, entry.subject, Conduct(entry.moved.alias), entry.moved)
+
+    def history(self, feed: Feed, faults: Sequence[Fault], journal: Sequence[Entry]) -> History:
         """Everything so far, in order of calls."""
         ordered = sorted(self.operations, key=lambda one: one.call)
-        return History(tuple(replace(one, id=number) for number, one in enumerate(ordered)), feed, tuple(faults))
+        numbered = tuple(replace(one, id=number) for number, one in enumerate(ordered))
+        return History(numbered, feed, tuple(faults), tuple(journal))
+
+
+def _clock_ahead_ns() -> int:
+    """By how much the system's clock, which the database uses, is ahead of the recorder's."""
+    return time.time_ns() - time.monotonic_ns()

@@ -6,10 +6,7 @@ has them; an outcome holds only what its call lets the caller know for certain.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 Arms = tuple[tuple[str, int], ...]
 """Version digest and weight of each arm."""
@@ -76,9 +73,55 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class DeleteAdapter:
-    """Deletes the adapter with versions, aliases and grants; with force also while it has aliases."""
+    """Deletes the adapter with versions, aliases and grants; with force also while it has aliases.
+
+    A dry run only tells what that would do.
+    """
 
     force: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartCanary:
+    """Gives a version more and more of an alias's traffic: percent of each step, of which each takes `step_ms` at least."""
+
+    alias: str
+    version: str
+    weights: tuple[int, ...]
+    step_ms: int = 0
+    expected: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopCanary:
+    """Ends the canary of an alias and gives all traffic back."""
+
+    alias: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCanary:
+    """Reads the present or last canary of an alias."""
+
+    alias: str
+
+
+@dataclass(frozen=True, slots=True)
+class Condemn:
+    """Tells, as a data plane, that a canary's version failed so often in a generation that it must be rolled back."""
+
+    alias: str
+    generation: int
+    version: str
+    stable: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conduct:
+    """Does what is due with the canary of an alias. No client asks for it: the service does so of itself."""
+
+    alias: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +181,11 @@ Call = (
     | Retire
     | Delete
     | DeleteAdapter
+    | StartCanary
+    | StopCanary
+    | ReadCanary
+    | Condemn
+    | Conduct
     | Grant
     | Revoke
     | Resolve
@@ -151,8 +199,15 @@ Call = (
 
 MOVES = (SetAlias, Rollback, Promote)
 """Calls that move one alias by compare-and-swap."""
-READS = (Resolve, ReadAliases, ReadCount, ReadVersions, UseKey)
-"""Calls that change nothing."""
+READS = (Resolve, ReadAliases, ReadCount, ReadVersions, ReadCanary, UseKey)
+"""Calls that change nothing, whatever their arguments."""
+SERVICE = -1
+"""Client, and control plane, of what the service does of itself."""
+
+
+def is_read(what: Call) -> bool:
+    """Whether a call changes nothing: one that only reads, or a dry run."""
+    return isinstance(what, READS) or (isinstance(what, DeleteAdapter) and what.dry_run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +242,33 @@ class Deleted:
 
     moved: tuple[Moved, ...]
     num_versions: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A canary.
+
+    Attributes:
+        stable: Version that had all traffic before.
+        weights: Percent of the traffic that the version gets, by step.
+        step: Index of the present or last one.
+        generation: Of the alias in that step.
+        state: RUNNING, PROMOTED, ROLLED_BACK or STOPPED.
+    """
+
+    alias: str
+    version: str
+    stable: str
+    weights: tuple[int, ...]
+    step: int
+    generation: int
+    state: str
+
+    @property
+    def moved(self) -> Moved:
+        """The alias as the step left it."""
+        weight = self.weights[self.step]
+        return Moved(self.alias, self.generation, ((self.stable, 100 - weight), (self.version, weight)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +309,7 @@ class Lost:
     """It was not done, since it lost against a neighbour in a way that no state explains; it may be tried again."""
 
 
-Outcome = Moved | Frozen | Published | Deleted | Resolved | Listed | Done | Refused | Lost
+Outcome = Moved | Frozen | Published | Deleted | Shown | Resolved | Listed | Done | Refused | Lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,14 +318,14 @@ class Operation:
 
     Attributes:
         id: Unique in the history, in order of calls.
-        client: Who made it.
+        client: Who made it, or `SERVICE`.
         subject: Adapter or key that it is about; what has another subject cannot disturb it.
         what: What it asks for.
         call: When it was sent, in nanoseconds of the recorder's clock.
         end: When its answer came, or its client gave up.
         outcome: What is known; None: it may have taken effect at any time after `call`, or never.
         request_id: The client's identifier of the write; attempts with the same one are the same write. Empty: none.
-        plane: Number of the control-plane process that it was sent to.
+        plane: Number of the control-plane process that it was sent to, or `SERVICE`.
         error: Status code of an outcome that is not known.
     """
 
@@ -257,90 +339,3 @@ class Operation:
     request_id: str = ""
     plane: int = 0
     error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """An event of the change feed; `subject` is empty for what is about no adapter."""
-
-    kind: str
-    subject: str
-    version: str = ""
-    generation: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What was done to the system, and when.
-
-    Attributes:
-        kind: `kill`, `restart`, `pause` or `read-only`.
-        plane: Process that it struck; None: the database, and so all.
-        start: When it began.
-        end: When it was over: the process serves again.
-    """
-
-    kind: str
-    plane: int | None
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """What a reader of the change feed saw from before the first operation until after the last.
-
-    Attributes:
-        changes: In the order in which they came.
-        resets: For each time that the feed said to read everything again: how many changes had come before.
-    """
-
-    changes: tuple[Change, ...] = ()
-    resets: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """All that was recorded of one run, in order of calls."""
-
-    operations: tuple[Operation, ...]
-    feed: Feed | None = None
-    faults: tuple[Fault, ...] = field(default=())
-
-    def subjects(self) -> dict[str, list[Operation]]:
-        """Operations by what they are about."""
-        found: dict[str, list[Operation]] = {}
-        for operation in self.operations:
-            found.setdefault(operation.subject, []).append(operation)
-        return found
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that were not lost on the way; one may show something of several subjects."""
-        return len({(one.client, one.call) for one in self.operations if not isinstance(one.outcome, Lost)})
-
-    def write(self, path: Path) -> None:
-        """Writes it as lines of JSON, for looking into what a violation names."""
-        lines: list[dict[str, object]] = [
-            {"type": type(one.what).__name__, "answer": type(one.outcome).__name__, **asdict(one)} for one in self.operations
-        ]
-        lines += [{"type": "fault", **asdict(one)} for one in self.faults]
-        lines += [{"type": "change", **asdict(one)} for one in (self.feed.changes if self.feed else ())]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """A promise that a history breaks.
-
-    Attributes:
-        promise: Which.
-        subject: Adapter or key that it is about.
-        text: What was seen.
-        operations: Ids of the operations that show it.
-    """
-
-    promise: str
-    subject: str
-    text: str
-    operations: Sequence[int] = ()

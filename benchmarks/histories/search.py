@@ -14,8 +14,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.histories.model import State, ceilings, levels, step
-from benchmarks.histories.records import READS, Lost, Operation, Refused
+from benchmarks.histories.model import ceilings, levels, step
+from benchmarks.histories.records import Lost, Operation, Refused, is_read
+from benchmarks.histories.state import State
 
 _MAX_CONFIGURATIONS = 400_000
 
@@ -112,7 +113,7 @@ class _Walk:
             outcome, state = step(node.state, one)
             if outcome == one.outcome:
                 child = _Node(node.known | 1 << at, node.unknown, state)
-                if isinstance(one.what, READS) or isinstance(outcome, Refused):
+                if is_read(one.what) or isinstance(outcome, Refused):
                     yield one, child
                     return
                 writes.append((one, child))

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,8 @@ from veneer.operator_client import OperatorClient
 
 NUM_PLANES = 2
 _ROOT = Path(__file__).resolve().parents[2]
+_CANARY_INTERVAL_S = "0.05"
+"""Often enough that canaries take steps before a client moves their alias."""
 _ROLES = ("owner", "publisher", "caller")
 
 
@@ -92,10 +95,14 @@ class System:
 
     def serve_by(self, *start_by: str) -> None:
         """Starts the control planes again, by another module."""
-        for plane in self.planes:
+
+        def serve(plane: ControlPlaneProcess) -> None:
             plane.stop()
             plane.start_by = start_by
             plane.start()
+
+        with ThreadPoolExecutor(len(self.planes)) as threads:
+            list(threads.map(serve, self.planes))
 
     async def tenant(self, name: str) -> Key:
         """Creates a tenant with a key of all roles."""
@@ -118,6 +125,7 @@ class System:
                     "owner_url": self.postgres.url(scheme="postgresql"),
                     "store_url": (self._folder / "store").as_uri(),
                     "spool_folder": str(_made(self._folder / "spool")),
+                    "canary_interval_s": _CANARY_INTERVAL_S,
                     "pepper_file": str(self._folder / "pepper"),
                     **{f"listen_{name}": "127.0.0.1:0" for name in ("callers", "operators", "metrics")},
                 }

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from benchmarks.histories.model import AdapterState, State, step
+from benchmarks.histories.model import step
 from benchmarks.histories.records import (
     Call,
+    Condemn,
+    Conduct,
     Delete,
     DeleteAdapter,
     Freeze,
@@ -16,16 +18,23 @@ from benchmarks.histories.records import (
     Promote,
     Publish,
     ReadAliases,
+    ReadCanary,
     ReadCount,
     ReadVersions,
+    Refused,
     Resolve,
     Retire,
     Revoke,
     Rollback,
     SetAlias,
+    StartCanary,
+    StopCanary,
 )
+from benchmarks.histories.state import AdapterState, State
 
 SUBJECT = "style"
+_WITH_ANSWERS = (Publish, SetAlias, Rollback, Promote, Freeze, Delete, DeleteAdapter, StartCanary, StopCanary)
+"""Calls whose answers are kept by request id."""
 
 
 def random_history(seed: int, *, num_operations: int = 120, num_clients: int = 6, unknown: float = 0.05) -> list[Operation]:
@@ -54,6 +63,11 @@ def random_history(seed: int, *, num_operations: int = 120, num_clients: int = 6
             Retire(digest),
             Delete(digest, force=chance.random() < 0.5),
             DeleteAdapter(force=chance.random() < 0.2),
+            DeleteAdapter(force=True, dry_run=True),
+            *[StartCanary(alias, digest, (10, 50)), Conduct(alias), Conduct(alias)] * 2,
+            StopCanary(alias),
+            ReadCanary(alias),
+            Condemn(alias, chance.randrange(1, 20), digest, other),
             Grant("guest"),
             Revoke("guest"),
             *[Resolve(chance.choice(["", "guest"]), alias), ReadAliases(), ReadVersions(), ReadCount()] * 2,
@@ -66,11 +80,13 @@ def random_history(seed: int, *, num_operations: int = 120, num_clients: int = 6
         planned.append((point, one))
     seen = []
     for _, one in sorted(planned, key=lambda pair: pair[0]):
-        if chance.random() < unknown and chance.random() < 0.5:
+        if chance.random() < unknown and chance.random() < 0.5 and not isinstance(one.what, Conduct):
             seen.append(one)
             continue
-        writes = isinstance(one.what, Publish | SetAlias | Rollback | Promote | Freeze | Delete | DeleteAdapter)
+        writes = isinstance(one.what, _WITH_ANSWERS)
         outcome, state = step(state, one if writes else dataclasses.replace(one, request_id=""))
-        is_known = chance.random() >= unknown
+        is_known = chance.random() >= unknown or isinstance(one.what, Conduct)
+        if isinstance(one.what, Conduct) and isinstance(outcome, Refused):
+            continue  # the service does nothing that is not due
         seen.append(dataclasses.replace(one, outcome=outcome if is_known else None, request_id=one.request_id if writes else ""))
     return sorted(seen, key=lambda one: one.call)

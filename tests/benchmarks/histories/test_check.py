@@ -7,16 +7,13 @@ import dataclasses
 import pytest
 
 from benchmarks.histories.check import check_history
-from benchmarks.histories.model import AdapterState
+from benchmarks.histories.history import Change, Feed, History
 from benchmarks.histories.records import (
     Call,
-    Change,
     Delete,
     Deleted,
     Done,
-    Feed,
     Grant,
-    History,
     Listed,
     Lost,
     Moved,
@@ -38,6 +35,7 @@ from benchmarks.histories.records import (
     UseKey,
 )
 from benchmarks.histories.search import linearize
+from benchmarks.histories.state import AdapterState
 from tests.benchmarks.histories.random_history import SUBJECT, random_history
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from benchmarks.histories.check import check_history
-from benchmarks.histories.model import AdapterState, step
+from benchmarks.histories.history import Change, Feed, History
+from benchmarks.histories.model import step
 from benchmarks.histories.records import (
     Call,
-    Change,
     Delete,
     DeleteAdapter,
     Deleted,
     Done,
-    Feed,
     Freeze,
     Frozen,
     Grant,
-    History,
     Listed,
     Moved,
     Operation,
@@ -33,6 +31,7 @@ from benchmarks.histories.records import (
     Rollback,
     SetAlias,
 )
+from benchmarks.histories.state import AdapterState
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 NOT_FOUND, PRECONDITION = Refused("NOT_FOUND"), Refused("FAILED_PRECONDITION")
@@ -110,6 +109,19 @@ EVENTS = [
 """What the feed tells of `DELETED`."""
 
 
+REHEARSED: Told = [
+    (DeleteAdapter(force=True, dry_run=True), NOT_FOUND),
+    *BEGIN,
+    (Grant("guest"), Done()),
+    (DeleteAdapter(dry_run=True), PRECONDITION),
+    (DeleteAdapter(force=True, dry_run=True), Deleted((canary(2), stable(2)), 2)),
+    (ReadAliases(), Listed((canary(1, B), stable(1, A)))),
+    (ReadVersions(), Listed(((1, A, "READY"), (2, B, "READY")))),
+    (Resolve("guest", "stable"), Resolved(1, ((A, 1, 1, ""),))),
+    (DeleteAdapter(force=True), Deleted((canary(2), stable(2)), 2)),
+]
+
+
 def operations(told: Told) -> tuple[Operation, ...]:
     return tuple(
         Operation(id=at, client=0, subject="style", what=what, call=2 * at, end=2 * at + 1, outcome=outcome)
@@ -123,7 +135,7 @@ def broken(told: Told, events: list[tuple[str, str, int]] | None = None) -> set[
 
 
 def test_each_call_answers_as_the_api_says() -> None:
-    for told in (PROMOTED, FROZEN, DELETED):
+    for told in (PROMOTED, FROZEN, DELETED, REHEARSED):
         state = AdapterState()
         for one in operations(told):
             outcome, after = step(state, one)
@@ -162,3 +174,31 @@ def test_the_feed_tells_of_all_that_goes_with_an_adapter() -> None:
     for at, (kind, *_) in enumerate(EVENTS):
         if kind != "GRANT":  # how many of these there are is not known exactly
             assert broken(DELETED, EVENTS[:at] + EVENTS[at + 1 :]) == {"the feed skips nothing"}
+
+
+def test_a_dry_run_that_deletes_or_tells_something_else_is_flagged() -> None:
+    assert broken([*REHEARSED[:5], (ReadAliases(), NOT_FOUND)]) == {"linearizable"}
+    assert broken([*BEGIN, (DeleteAdapter(force=True, dry_run=True), Deleted((canary(1), stable(1)), 2))]) == {"linearizable"}
+    assert broken([*BEGIN, (DeleteAdapter(force=True, dry_run=True), Deleted((canary(2), stable(2)), 1))]) == {"linearizable"}
+
+
+def test_a_dry_run_takes_no_request_id() -> None:
+    rehearsed, real = Deleted((canary(3), stable(2)), 2), Deleted((canary(2), stable(2)), 2)
+    told = [
+        *operations(BEGIN),
+        *(
+            Operation(id=at, client=0, subject="style", what=what, call=2 * at, end=2 * at + 1, outcome=outcome, request_id=name)
+            for at, (what, outcome, name) in enumerate(
+                [
+                    (DeleteAdapter(force=True, dry_run=True), real, "r"),
+                    (SetAlias("canary", ((A, 1),)), canary(2, A), "r"),
+                    (DeleteAdapter(force=True, dry_run=True), Refused("INVALID_ARGUMENT"), "r"),
+                    (DeleteAdapter(force=True, dry_run=True), rehearsed, "s"),
+                    (DeleteAdapter(force=True), rehearsed, "s"),
+                    (DeleteAdapter(force=True, dry_run=True), rehearsed, "s"),
+                ],
+                start=len(BEGIN),
+            )
+        ),
+    ]
+    assert check_history(History(tuple(told))) == []

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.histories.faults import has_hit
+from benchmarks.histories.history import Fault
 from benchmarks.histories.measure import BUGS, measure_histories
-from benchmarks.histories.records import Done, Fault, Grant, Operation
+from benchmarks.histories.records import Done, Grant, Operation
 from tests.fixtures import planted_bugs
 
 
