@@ -21,7 +21,8 @@ def check_history(history: History) -> list[Violation]:
     for subject, operations in history.subjects().items():
         found += check_invariants(subject, operations)
         start: State = KeyState() if isinstance(operations[0].what, UseKey | RevokeKey) else AdapterState()
-        result = linearize(without_single_ids(operations), start)
+        journal = [one for one in history.journal or () if one.subject == subject]
+        result = linearize(without_single_ids(operations), start, journal=journal)
         if not result.is_decided:
             found.append(Violation("undecided", subject, "the search for an order was given up"))
         elif result.stuck:
@@ -33,7 +34,7 @@ def check_history(history: History) -> list[Violation]:
             if history.feed is not None:
                 found += check_feed(subject, history.feed, effects_of(subject, operations, result.order, start))
             if history.journal is not None:
-                found += check_journal(subject, history.journal, result.order, start)
+                found += check_journal(subject, journal, result.order, start)
     found += [
         Violation("errors are of the contract", one.subject, f"{one.what} was answered {one.error}", [one.id])
         for one in history.operations

@@ -14,9 +14,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.histories.feed import moved_between
+from benchmarks.histories.history import Entry
 from benchmarks.histories.model import ceilings, levels, step
 from benchmarks.histories.records import Lost, Operation, Refused, is_read
-from benchmarks.histories.state import State
+from benchmarks.histories.state import KeyState, State
 
 _MAX_CONFIGURATIONS = 400_000
 
@@ -53,7 +55,8 @@ class _Node:
 
 
 class _Walk:
-    def __init__(self, operations: Sequence[Operation]) -> None:
+    def __init__(self, operations: Sequence[Operation], journal: Sequence[Entry]) -> None:
+        self._told = {(one.moved.alias, one.moved.generation): one for one in journal}
         by_call = sorted(operations, key=lambda one: one.call)
         self.num_entered = 0
         self.known = [one for one in by_call if one.outcome is not None and not isinstance(one.outcome, Lost)]
@@ -123,22 +126,35 @@ class _Walk:
             if node.unknown >> at & 1 or latest is None or one.call > latest:
                 continue
             _, state = step(node.state, one)
-            if state != node.state:  # where it changes nothing it need not have happened
+            if state != node.state and self._may_be(node.state, state):  # what changes nothing need not have happened
                 yield one, _Node(node.known, node.unknown | 1 << at, state)
 
+    def _may_be(self, before: State, after: State) -> bool:
+        """Whether the log has no other move in this one's place: of several that would explain what was seen it says which."""
+        if isinstance(before, KeyState) or isinstance(after, KeyState):
+            return True
+        for moved in moved_between(before, after):
+            told = self._told.get((moved.alias, moved.generation))
+            if told is not None and (told.is_service or told.moved != moved):
+                return False
+        return True
 
-def linearize(operations: Sequence[Operation], start: State, *, max_configurations: int = _MAX_CONFIGURATIONS) -> Linearization:
+
+def linearize(
+    operations: Sequence[Operation], start: State, *, journal: Sequence[Entry] = (), max_configurations: int = _MAX_CONFIGURATIONS
+) -> Linearization:
     """Looks for an order of the operations of one subject that fits the model.
 
     Args:
         operations: All about one adapter or key.
         start: State before them.
+        journal: Moves of the subject in the audit log, as far as they are known.
         max_configurations: Points after which the search gives up.
 
     Returns:
         The first order that fits; if none does, the longest part of one, and what could not follow it.
     """
-    walk = _Walk(operations)
+    walk = _Walk(operations, journal)
     root = _Node(0, 0, start)
     path: list[tuple[Operation | None, _Node, Iterator[tuple[Operation, _Node]]]] = [(None, root, walk.after(root))]
     best: list[Operation] = []

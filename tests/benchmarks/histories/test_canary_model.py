@@ -41,7 +41,7 @@ from veneer.controlplane.v1 import tenants_pb2
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
 NOT_FOUND, PRECONDITION = Refused("NOT_FOUND"), Refused("FAILED_PRECONDITION")
-Told = list[tuple[Call, Outcome]]
+Told = list[tuple[Call, Outcome | None]]
 
 
 def whole(generation: int, digest: str) -> Moved:
@@ -182,6 +182,19 @@ def test_the_log_has_every_move_and_no_other() -> None:
     assert broken(TO_THE_END, (*JOURNAL, Entry("style", whole(5, A)))) == {"the log lists what was done"}
     by_a_client = Entry("style", whole(4, B))
     assert "the log lists what was done" in broken(TO_THE_END, (*JOURNAL[:3], by_a_client))
+
+
+def test_the_log_says_which_of_two_unknown_moves_was_made() -> None:
+    told: Told = [
+        *BEGIN,
+        (SetAlias("stable", ((A, 90), (B, 10))), None),
+        (SetAlias("stable", ((A, 50), (B, 50))), None),
+        (SetAlias("stable", ((B, 1),)), whole(3, B)),
+    ]
+    first, last = Entry("style", whole(1, A)), Entry("style", whole(3, B))
+    for weight in (10, 50):
+        assert broken(told, (first, Entry("style", split(2, weight)), last)) == set()
+    assert broken(told, (first, Entry("style", split(2, 30)), last)) == {"linearizable"}
 
 
 def entry(actor: str, kind: str, before: object, after: object) -> tenants_pb2.AuditEntry:
