@@ -106,7 +106,7 @@ class Recorder:
         now = time.monotonic_ns()
         for entry in journal:
             if entry.is_service:
-                began = Attempt(SERVICE, SERVICE, entry.time_ns - ahead_ns, now)
+                began: Attempt[Outcome] = Attempt(SERVICE, SERVICE, entry.time_ns - ahead_ns, now)
                 self.note(began, entry.subject, Conduct(entry.moved.alias), entry.moved)
 
     def history(self, feed: Feed, faults: Sequence[Fault], journal: Sequence[Entry]) -> History:
