@@ -289,7 +289,7 @@ class Client:
         expected = board.generations.get(alias, 0) if chance.random() < 0.7 else None
         other = self._digest(board)
         split = ((digest, chance.randrange(1, 100)), (other, chance.randrange(1, 100))) if other != digest else ((digest, 1),)
-        kind = chance.choices(range(14), [7, 16, 6, 8, 4, 6, 10, 12, 2, 8, 8, 8, 26, 10])[0]
+        kind = chance.choices(range(14), [7, 18, 7, 12, 4, 6, 12, 14, 2, 9, 8, 8, 26, 10])[0]
         if kind == 0:
             return Publish(board.new_digest(self._world.content), chance.choice(["", *ALIASES]))
         if kind == 8:
