@@ -75,11 +75,14 @@ class ChangeFeed:
         started_s = self._clock()
         page = await self._read(self._cursor)
         # The first read only says where the feed stands; what was cached before it may be old already.
-        if page.reset or not self._cursor:
+        begins = page.reset or not self._cursor
+        if begins:
             self._on_reset()
         if page.changes:
             self._on_changes(page.changes)
+        # A page may be empty though more follows: the feed holds changes, too, that no data plane is told of.
+        is_end = begins or page.next_cursor == self._cursor
         self._cursor = page.next_cursor
-        if not page.changes:
+        if is_end:
             self._current_s = started_s
-        return bool(page.changes)
+        return not is_end

@@ -15,6 +15,10 @@ def change(number: int) -> Change:
     return Change(1, "acme", "bot", f"{number:064x}", number)
 
 
+NOBODYS = Change(1000, "", "node", "", 0)
+"""Of a kind that the control plane keeps to itself."""
+
+
 class Log:
     """A change feed of the control plane: pages of two."""
 
@@ -49,7 +53,7 @@ class Log:
             return Changes((), str(len(self.committed)), reset)
         place = int(cursor)
         page = tuple(self.committed[place : place + 2])
-        return Changes(page, str(place + len(page)), False)
+        return Changes(tuple(one for one in page if one.tenant), str(place + len(page)), False)
 
     async def until_read(self, count: int) -> None:
         while self.num_reads < count:
@@ -74,6 +78,18 @@ async def test_all_pages_are_read_in_order(log: Log) -> None:
     while await log.feed.poll():
         pass
     assert log.heard == log.committed
+
+
+async def test_a_page_of_changes_that_concern_no_data_plane_is_not_the_end(log: Log) -> None:
+    await log.feed.poll()
+    log.now_s = 7.0
+    log.committed = [NOBODYS, NOBODYS, NOBODYS, change(1)]
+    assert await log.feed.poll()
+    assert log.feed.age_s == 7.0  # not all that was committed is known
+    while await log.feed.poll():
+        pass
+    assert log.heard == [change(1)]
+    assert log.feed.age_s == 0.0
 
 
 async def test_a_cursor_that_is_too_old_forgets_everything(log: Log) -> None:
