@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -270,3 +271,13 @@ def _failures(world: World) -> float:
 
 async def _never() -> int:
     raise AssertionError("there is nothing to relay")
+
+
+def test_hints_carry_identifiers_and_generations_and_nothing_that_could_be_served_by() -> None:
+    fields = {name: sorted(message.fields_by_name) for name, message in hints_pb2.DESCRIPTOR.message_types_by_name.items()}
+    assert fields == {
+        "Hint": ["adapter", "generation", "kind", "tenant", "version"],
+        "AdapterHomes": ["nodes"],
+        "StagingHint": ["release", "stage"],
+    }
+    assert [one.name for one in dataclasses.fields(Change)] == ["kind", "tenant", "adapter", "version", "generation"]

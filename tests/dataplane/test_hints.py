@@ -113,6 +113,21 @@ async def test_after_a_restart_of_the_server_it_listens_again_and_says_so(own_va
     await listener.stop()
 
 
+async def test_a_subscriber_that_was_cut_off_for_its_slowness_listens_again_and_says_so(own_valkey: Valkey) -> None:
+    listener = Listener(own_valkey.url())
+    await listener.until(connects=1)
+    async with redis.asyncio.from_url(own_valkey.url()) as client:
+        await client.config_set("client-output-buffer-limit", "pubsub 65536 0 0")
+        async with client.pipeline(transaction=True) as flood:  # all of it before any of it is sent on
+            for _ in range(400):
+                flood.publish(CHANNEL, b"x" * 50_000)
+            await flood.execute()
+    await listener.until(connects=2)
+    await publish(own_valkey, GOOD)
+    await listener.until(hints=1)
+    await listener.stop()
+
+
 async def test_a_silent_connection_is_probed_and_kept(valkey: Valkey) -> None:
     listener = Listener(valkey.url())
     await listener.until(connects=1)
