@@ -11,10 +11,10 @@ from functools import partial
 
 import pytest
 
-from tests.e2e.conftest import Publish
+from tests.e2e.conftest import Connect, Publish
 from tests.e2e.driving import Answer, Stream, aside, conserved, engine_pid, generate, last_admitted_s, until
 from veneer.client import Client
-from veneer.errors import UnavailableError
+from veneer.errors import UnauthenticatedError, UnavailableError
 from veneer.local.stack import LocalStack
 from veneer.operator_client import OperatorClient
 
@@ -22,13 +22,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures
 
 _LONG = 1900
 _MOVE_SEEN_WITHIN_S = 3.0  # poll interval 0.2 s, and a busy machine; far below the 5 s that an answer may be used unasked
+_REVOKED_WITHIN_S = 5.0  # what is promised without Valkey
 _REFUSED_WITHIN_S = 15.0
 
 
-async def test_without_valkey_nothing_fails_and_moves_are_still_seen(
-    stack: LocalStack, acme: Client, operator: OperatorClient, publish: Publish
+async def test_without_valkey_nothing_fails_and_moves_and_revocations_are_still_seen(
+    stack: LocalStack, acme: Client, operator: OperatorClient, publish: Publish, connect: Connect
 ) -> None:
     one = (await publish(acme, "A", adapter="unhinted")).version.digest
+    key = await acme.create_key(roles=["caller"])
+    caller = connect(key.secret)
     running = Stream(acme, "unhinted", max_tokens=_LONG)
     await running.first()
     stack.valkey.kill()
@@ -40,6 +43,9 @@ async def test_without_valkey_nothing_fails_and_moves_are_still_seen(
         await acme.set_alias("unhinted", {version: 1})
         assert await last_admitted_s(partial(_writes, acme, "unhinted", old)) < _MOVE_SEEN_WITHIN_S
         assert (await generate(acme, "unhinted")).text == new * 8
+    assert await _is_let_in(caller, "unhinted")
+    await acme.revoke_key(key.key.id)
+    assert await last_admitted_s(partial(_is_let_in, caller, "unhinted")) < _REVOKED_WITHIN_S
     answer = await running.read()
     assert (answer.error, answer.text) == (None, "A" * _LONG)
 
@@ -170,6 +176,14 @@ def _assert_cut_off(answer: Answer, marker: str) -> None:
 
 async def _writes(client: Client, adapter: str, marker: str) -> bool:
     return (await generate(client, adapter, max_tokens=3)).text == marker * 3
+
+
+async def _is_let_in(client: Client, adapter: str) -> bool:
+    try:
+        await generate(client, adapter, max_tokens=1)
+    except UnauthenticatedError:
+        return False
+    return True
 
 
 async def _hints_are(stack: LocalStack, *, connected: bool) -> bool:
