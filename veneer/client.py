@@ -171,10 +171,11 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
             try:
                 with typed_errors():
                     async for response in call:
-                        self._replicas.answered(address)
+                        self._replicas.answered(address, key)
                         yield response
-            except UnavailableError:
-                self._replicas.failed(address)
+            except UnavailableError as error:
+                # With a delay it answered: that it drains, or that this adapter cannot be had there now.
+                self._replicas.failed(address, None if error.retry_after_s is None else key)
                 raise
             finally:
                 call.cancel()

@@ -29,8 +29,8 @@ class Replicas:
         self.addresses = tuple(dict.fromkeys(addresses))
         self._clock = clock
         self._in_flight = Counter[str]()
-        self._rests: dict[str, tuple[float, float]] = {}
-        """Of those that failed: until when they rest, and for how long that was."""
+        self._rests: dict[tuple[str, str | None], tuple[float, float]] = {}
+        """Of those that failed, for an adapter or (None) for all: until when they rest, and for how long that was."""
         self._liked: dict[str, tuple[str, ...]] = {}
 
     def order(self, key: str, hinted: Sequence[str] = ()) -> list[str]:
@@ -48,7 +48,7 @@ class Replicas:
         place = {address: rank for rank, address in enumerate(self._by_liking(key))} if key else {}
 
         def rank(address: str) -> tuple[bool, bool, int, int]:
-            rests = self._rests.get(address, (0.0, 0.0))[0] > now_s
+            rests = any(self._rests.get((address, one), (0.0, 0.0))[0] > now_s for one in (None, key))
             is_hinted = address in best
             load = self._in_flight[address] if is_hinted or not key else 0
             return rests, not is_hinted, load, place.get(address, 0)
@@ -64,14 +64,27 @@ class Replicas:
         finally:
             self._in_flight[address] -= 1
 
-    def failed(self, address: str) -> None:
-        """Lets a data plane rest that could not be reached or turned a request away; longer each time."""
-        rest_s = min(self._rests.get(address, (0.0, _FIRST_REST_S / 2))[1] * 2, _LONGEST_REST_S)
-        self._rests[address] = (self._clock() + rest_s, rest_s)
+    def failed(self, address: str, key: str | None = None) -> None:
+        """Lets a data plane rest that could not be reached or turned a request away; longer each time.
 
-    def answered(self, address: str) -> None:
-        """Notes that a data plane is well."""
-        self._rests.pop(address, None)
+        A failure while it rests is one of the same time, such as those of all streams of a process that ended.
+
+        Args:
+            address: Where it is.
+            key: It answered, and that of this adapter alone it can serve nothing now; None: nothing is known to work there.
+        """
+        until_s, last_s = self._rests.get((address, key), (0.0, _FIRST_REST_S / 2))
+        now_s = self._clock()
+        if now_s >= until_s:
+            if len(self._rests) >= _MAX_KEYS:
+                self._rests.clear()
+            rest_s = min(last_s * 2, _LONGEST_REST_S)
+            self._rests[address, key] = (now_s + rest_s, rest_s)
+
+    def answered(self, address: str, key: str) -> None:
+        """Notes that a data plane is well, for an adapter too."""
+        self._rests.pop((address, None), None)
+        self._rests.pop((address, key), None)
 
     def _by_liking(self, key: str) -> tuple[str, ...]:
         if key not in self._liked:

@@ -78,10 +78,36 @@ def test_what_failed_rests_longer_each_time_and_an_answer_ends_it(replicas: Repl
         assert replicas.order("acme/tone", [bad])[-1] == bad
         clock.now_s += 0.02
         assert replicas.order("acme/tone", [bad])[0] == bad
-    replicas.answered(bad)
+    replicas.answered(bad, "acme/tone")
     replicas.failed(bad)
     clock.now_s += 0.51
     assert replicas.order("acme/tone", [bad])[0] == bad
+
+
+def test_all_streams_of_a_process_that_ended_are_one_failure(replicas: Replicas, clock: Clock) -> None:
+    bad = ADDRESSES[3]
+    for _ in range(64):
+        replicas.failed(bad)
+    clock.now_s += 0.51
+    assert replicas.order("acme/tone", [bad])[0] == bad
+
+
+def test_what_cannot_serve_one_adapter_now_serves_the_others(replicas: Replicas, clock: Clock) -> None:
+    cold = ADDRESSES[3]
+    replicas.failed(cold, "acme/tone")
+    assert replicas.order("acme/tone", [cold])[-1] == cold
+    assert replicas.order("acme/other", [cold])[0] == cold
+    replicas.answered(cold, "acme/other")
+    assert replicas.order("acme/tone", [cold])[-1] == cold
+    replicas.answered(cold, "acme/tone")
+    assert replicas.order("acme/tone", [cold])[0] == cold
+
+
+def test_what_is_known_of_failures_is_bounded(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("veneer.replicas._MAX_KEYS", 10)
+    for number in range(100):
+        replicas.failed(ADDRESSES[0], f"acme/{number}")
+    assert len(replicas._rests) <= 10
 
 
 def test_addresses_are_a_list_with_commas() -> None:

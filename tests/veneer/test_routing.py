@@ -132,6 +132,17 @@ async def test_a_data_plane_that_is_away_or_drains_is_left_out_until_it_has_rest
     assert len(await collect(world.client.generate("hi", adapter="tone"))) == 4, "those that rest are better than none"
 
 
+async def test_an_adapter_that_cannot_be_had_somewhere_leaves_the_others_there(world: World) -> None:
+    world.placement.addresses = [world.planes[0].address]
+    world.planes[0].error = UnavailableError("the version is not loaded yet", retry_after_s=1.0)
+    await collect(world.client.generate("hi", adapter="tone"))
+    world.planes[0].error = None
+    await collect(world.client.generate("hi", adapter="tone"))
+    assert counts(world)[0] == 1, "it rests for this adapter"
+    await collect(world.client.generate("hi", adapter="other"))
+    assert counts(world)[0] == 2
+
+
 async def test_after_the_first_message_nothing_is_tried_again(world: World) -> None:
     for plane in world.planes:
         plane.late_error = UnavailableError("gone")

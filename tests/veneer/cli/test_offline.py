@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -193,6 +196,22 @@ def test_the_completion_of_a_shell_can_be_shown(run: Run, monkeypatch: pytest.Mo
     outcome = run("--show-completion", "bash")
     assert outcome.status == 0
     assert "_VENEER_COMPLETE=complete_bash" in outcome.out
+
+
+def test_a_bash_that_installed_the_completion_completes_commands(tmp_path: Path) -> None:
+    script = """
+        veneer --install-completion > /dev/null
+        shopt -s expand_aliases && source ~/.bashrc
+        complete -p veneer
+        COMP_WORDS=(veneer key r) COMP_CWORD=2
+        _veneer_completion veneer && printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "--norc", "-euc", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    function, *words = done.stdout.splitlines()
+    assert "_veneer_completion" in function
+    assert sorted(words) == ["revoke", "rotate"]
 
 
 def test_every_family_of_errors_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
