@@ -143,9 +143,11 @@ def alias(
     *,
     alias: AliasName = "stable",
     expected: Expected = None,
+    json: Json = False,
 ) -> None:
     """Point an alias at one version."""
-    _set_alias(context.obj, adapter, [(version, 1)], alias=alias, expected=expected)
+    moved = _set_alias(context.obj, adapter, [(version, 1)], alias=alias, expected=expected)
+    print_json(moved) if json else say(_alias_text(moved))
 
 
 def split(
@@ -155,9 +157,11 @@ def split(
     *,
     alias: AliasName = "stable",
     expected: Expected = None,
+    json: Json = False,
 ) -> None:
     """Split an alias's traffic over versions by weight; a unit (`generate --unit`) always gets the same arm."""
-    _set_alias(context.obj, adapter, [_read_arm(arm) for arm in arms], alias=alias, expected=expected)
+    moved = _set_alias(context.obj, adapter, [_read_arm(arm) for arm in arms], alias=alias, expected=expected)
+    print_json(moved) if json else say(_alias_text(moved))
 
 
 def rollback(
@@ -167,6 +171,7 @@ def rollback(
     to: Annotated[str, typer.Option(help=f"{_VERSION_HELP} Else the one that it served alone before its last move.")] = "",
     alias: AliasName = "stable",
     expected: Expected = None,
+    json: Json = False,
 ) -> None:
     """Point an alias back at the version that it served before."""
     target: Target = context.obj
@@ -176,10 +181,17 @@ def rollback(
             version = (await find_versions(client, adapter, [to]))[0] if to else ""
             return await client.rollback(adapter, alias=alias, version=version, expected_generation=expected)
 
-    say(f"rolled back: {_alias_text(asyncio.run(run()))}")
+    moved = asyncio.run(run())
+    print_json(moved) if json else say(f"rolled back: {_alias_text(moved)}")
 
 
-def retire(context: typer.Context, adapter: AdapterName, version: Annotated[str, typer.Argument(help=_VERSION_HELP)]) -> None:
+def retire(
+    context: typer.Context,
+    adapter: AdapterName,
+    version: Annotated[str, typer.Argument(help=_VERSION_HELP)],
+    *,
+    json: Json = False,
+) -> None:
     """End a version: nothing new is admitted to it, running requests finish on it."""
     target: Target = context.obj
 
@@ -189,7 +201,7 @@ def retire(context: typer.Context, adapter: AdapterName, version: Annotated[str,
             return await client.retire(adapter, digest)
 
     retired = asyncio.run(run())
-    say(f"retired {retired.adapter} version {retired.number}")
+    print_json(retired) if json else say(f"retired {retired.adapter} version {retired.number}")
 
 
 def promote(
@@ -200,6 +212,7 @@ def promote(
     version: Annotated[str, typer.Option(help=f"{_VERSION_HELP} An arm of the alias.")] = "",
     alias: AliasName = "stable",
     dry_run: DryRun = False,
+    json: Json = False,
 ) -> None:
     """Give all of an alias's traffic to what another alias serves, or to one of its arms."""
     target: Target = context.obj
@@ -209,17 +222,20 @@ def promote(
             digest = (await find_versions(client, adapter, [version]))[0] if version else ""
             return await client.promote(adapter, alias=alias, source=source, version=digest, dry_run=dry_run)
 
-    say(f"{'would be ' if dry_run else ''}promoted: {_alias_text(asyncio.run(run()))}")
+    moved = asyncio.run(run())
+    print_json(moved) if json else say(f"{'would be ' if dry_run else ''}promoted: {_alias_text(moved)}")
 
 
-def freeze(context: typer.Context, adapter: AdapterName, *, alias: AliasName = "stable") -> None:
+def freeze(context: typer.Context, adapter: AdapterName, *, alias: AliasName = "stable", json: Json = False) -> None:
     """Forbid every move of an alias until it is unfrozen."""
-    _freeze(context.obj, adapter, alias=alias, frozen=True)
+    held = _freeze(context.obj, adapter, alias=alias, frozen=True)
+    print_json(held) if json else say(f"{held.name} is frozen")
 
 
-def unfreeze(context: typer.Context, adapter: AdapterName, *, alias: AliasName = "stable") -> None:
+def unfreeze(context: typer.Context, adapter: AdapterName, *, alias: AliasName = "stable", json: Json = False) -> None:
     """Allow moves of an alias again."""
-    _freeze(context.obj, adapter, alias=alias, frozen=False)
+    free = _freeze(context.obj, adapter, alias=alias, frozen=False)
+    print_json(free) if json else say(f"{free.name} is free to move")
 
 
 def delete(
@@ -229,34 +245,42 @@ def delete(
     *,
     force: Annotated[bool, typer.Option("--force", help="Move aliases that point there off it.")] = False,
     dry_run: DryRun = False,
+    json: Json = False,
 ) -> None:
     """Delete a version, or an adapter with all its versions; the files go once no node may read them."""
     target: Target = context.obj
 
-    async def run() -> tuple[str, Iterable[catalog_pb2.Alias]]:
+    async def run() -> catalog_pb2.DeleteAdapterResponse | catalog_pb2.DeleteVersionResponse:
         async with target.client() as client:
             if not version:
-                gone = await client.delete_adapter(adapter, force=force, dry_run=dry_run)
-                return f"{adapter} with {gone.num_versions} versions", gone.aliases
+                return await client.delete_adapter(adapter, force=force, dry_run=dry_run)
             [digest] = await find_versions(client, adapter, [version])
-            deleted = await client.delete_version(adapter, digest, force=force, dry_run=dry_run)
-            return f"{adapter} version {deleted.version.number}", deleted.aliases
+            return await client.delete_version(adapter, digest, force=force, dry_run=dry_run)
 
-    what, moved = asyncio.run(run())
+    gone = asyncio.run(run())
+    if json:
+        print_json(gone)
+        return
+    if isinstance(gone, catalog_pb2.DeleteAdapterResponse):
+        what = f"{adapter} with {gone.num_versions} versions"
+    else:
+        what = f"{adapter} version {gone.version.number}"
     say(f"{'would delete' if dry_run else 'deleted'} {what}")
-    for one in moved:
+    for one in gone.aliases:
         note(_alias_text(one) if one.arms else f"{one.name} points at nothing")
 
 
-def _freeze(target: Target, adapter: str, *, alias: str, frozen: bool) -> None:
+def _freeze(target: Target, adapter: str, *, alias: str, frozen: bool) -> catalog_pb2.Alias:
     async def run() -> catalog_pb2.Alias:
         async with target.client() as client:
             return await client.freeze(adapter, alias=alias, frozen=frozen)
 
-    say(f"{asyncio.run(run()).name} is {'frozen' if frozen else 'free to move'}")
+    return asyncio.run(run())
 
 
-def _set_alias(target: Target, adapter: str, arms: list[tuple[str, int]], *, alias: str, expected: int | None) -> None:
+def _set_alias(
+    target: Target, adapter: str, arms: list[tuple[str, int]], *, alias: str, expected: int | None
+) -> catalog_pb2.Alias:
     async def run() -> catalog_pb2.Alias:
         async with target.client() as client:
             digests = await find_versions(client, adapter, [version for version, _ in arms])
@@ -265,7 +289,7 @@ def _set_alias(target: Target, adapter: str, arms: list[tuple[str, int]], *, ali
                 raise InvalidArgumentError.of([Violation("arms", "a version is named twice")])
             return await client.set_alias(adapter, weights, alias=alias, expected_generation=expected)
 
-    say(_alias_text(asyncio.run(run())))
+    return asyncio.run(run())
 
 
 async def find_versions(client: Client, adapter: str, wanted: Iterable[str]) -> list[str]:

@@ -27,11 +27,12 @@ def create_token(
     unless: Annotated[
         Path | None, typer.Option(help="Do nothing if this file exists: the key that the data plane got with an earlier token.")
     ] = None,
+    json: Json = False,
 ) -> None:
     """Create a token that lets one data plane in, once. It is printed alone on standard output, so that a script can take it."""
     target: Target = context.obj
     if unless is not None and unless.exists():
-        say(f"{name} has a key already")
+        print_json({"node_name": name, "has_key": True}) if json else say(f"{name} has a key already")
         return
 
     async def run() -> nodes_pb2.CreateEnrollmentTokenResponse:
@@ -39,12 +40,14 @@ def create_token(
             return await operator.create_enrollment_token(name)
 
     response = asyncio.run(run())
-    note(f"a data plane may enrol with it until {when(response.expire_time)}")
-    if out is None:
-        typer.echo(response.token)
+    if out is not None:
+        write_secret(out, response.token)
+        response.ClearField("token")
+    if json:
+        print_json(response)
         return
-    write_secret(out, response.token)
-    say(f"wrote the token for {name} to {out}")
+    note(f"a data plane may enrol with it until {when(response.expire_time)}")
+    say(f"wrote the token for {name} to {out}") if out else typer.echo(response.token)
 
 
 @nodes.command("list")
@@ -65,7 +68,12 @@ def list_nodes(context: typer.Context, *, json: Json = False) -> None:
 
 
 @nodes.command("revoke")
-def revoke_node(context: typer.Context, node_id: Annotated[str, typer.Argument(metavar="ID", help="Its identifier.")]) -> None:
+def revoke_node(
+    context: typer.Context,
+    node_id: Annotated[str, typer.Argument(metavar="ID", help="Its identifier.")],
+    *,
+    json: Json = False,
+) -> None:
     """End a data plane's keys at once; it serves nobody from then on."""
     target: Target = context.obj
 
@@ -73,4 +81,5 @@ def revoke_node(context: typer.Context, node_id: Annotated[str, typer.Argument(m
         async with target.operator() as operator:
             return await operator.revoke_node(node_id)
 
-    say(f"revoked {asyncio.run(run()).name}")
+    revoked = asyncio.run(run())
+    print_json(revoked) if json else say(f"revoked {revoked.name}")

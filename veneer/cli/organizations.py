@@ -160,6 +160,8 @@ def adopt(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="The organisation.")],
     tenant: Annotated[str, typer.Argument(help="Tenant that belongs to none.")],
+    *,
+    json: Json = False,
 ) -> None:
     """Give a tenant to an organisation, for ever. For operators."""
     target: Target = context.obj
@@ -169,7 +171,7 @@ def adopt(
             return await operator.adopt_tenant(name, tenant)
 
     adopted = asyncio.run(run())
-    say(f"tenant {adopted.name} belongs to organisation {adopted.organization}")
+    print_json(adopted) if json else say(f"tenant {adopted.name} belongs to organisation {adopted.organization}")
 
 
 @organizations.command("audit")
@@ -261,6 +263,7 @@ def revoke_key(
     key_id: Annotated[str, typer.Argument(help="Identifier from `veneer org key list`.")],
     *,
     name: Named = "",
+    json: Json = False,
 ) -> None:
     """Revoke a key at once."""
     target: Target = context.obj
@@ -269,7 +272,8 @@ def revoke_key(
         async with target.steward() as client:
             return await client.revoke_organization_key(key_id, organization=name)
 
-    say(f"revoked {asyncio.run(run()).id}")
+    revoked = asyncio.run(run())
+    print_json(revoked) if json else say(f"revoked {revoked.id}")
 
 
 def _ceilings(quotas: organizations_pb2.OrganizationQuotas) -> str:

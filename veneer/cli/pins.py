@@ -38,7 +38,7 @@ def pin(
         say(f"{short(made.version)} of {made.owner} stays until {when(made.expire_time)}; it takes {size(made.size_bytes)}")
 
 
-def unpin(context: typer.Context, version: Version) -> None:
+def unpin(context: typer.Context, version: Version, *, json: Json = False) -> None:
     """End a pin; the copy stays until its room is needed."""
     target: Target = context.obj
 
@@ -46,7 +46,11 @@ def unpin(context: typer.Context, version: Version) -> None:
         async with target.operator() as operator:
             return await operator.unpin_version(await whole_digest(operator, version))
 
-    say(f"{short(version)} is no longer pinned" if asyncio.run(run()) else f"{short(version)} was not pinned")
+    was_pinned = asyncio.run(run())
+    if json:
+        print_json({"version": version, "was_pinned": was_pinned})
+    else:
+        say(f"{short(version)} {'is no longer' if was_pinned else 'was not'} pinned")
 
 
 def pins(context: typer.Context, *, json: Json = False) -> None:

@@ -231,6 +231,7 @@ def revoke_key(
     key_id: Annotated[str, typer.Argument(help="Identifier from `veneer key list`.")],
     *,
     tenant: OfTenant = "",
+    json: Json = False,
 ) -> None:
     """Revoke a key at once; data planes follow within 5 s."""
     target: Target = context.obj
@@ -239,7 +240,8 @@ def revoke_key(
         async with target.keeper(tenant) as client:
             return await client.revoke_key(key_id, tenant=tenant)
 
-    say(f"revoked {asyncio.run(run()).id}")
+    revoked = asyncio.run(run())
+    print_json(revoked) if json else say(f"revoked {revoked.id}")
 
 
 @grants.command("create")
@@ -247,6 +249,8 @@ def create_grant(
     context: typer.Context,
     adapter: Annotated[str, typer.Argument(help="Adapter of your tenant.")],
     grantee: Annotated[str, typer.Argument(help="Tenant that may use it.")],
+    *,
+    json: Json = False,
 ) -> None:
     """Let another tenant use (not read) an adapter."""
     target: Target = context.obj
@@ -256,7 +260,8 @@ def create_grant(
             return await client.create_grant(adapter, grantee)
 
     grant = asyncio.run(run())
-    say(f"{grant.grantee} may use it: veneer generate --owner {grant.owner} --adapter {grant.adapter} …")
+    use = f"veneer generate --owner {grant.owner} --adapter {grant.adapter} …"
+    print_json(grant) if json else say(f"{grant.grantee} may use it: {use}")
 
 
 @grants.command("list")
@@ -283,6 +288,8 @@ def revoke_grant(
     context: typer.Context,
     adapter: Annotated[str, typer.Argument(help="Adapter of your tenant.")],
     grantee: Annotated[str, typer.Argument(help="Tenant that may no longer use it.")],
+    *,
+    json: Json = False,
 ) -> None:
     """Withdraw a grant."""
     target: Target = context.obj
@@ -292,7 +299,7 @@ def revoke_grant(
             await client.revoke_grant(adapter, grantee)
 
     asyncio.run(run())
-    say(f"{grantee} may no longer use {adapter}")
+    print_json({"adapter": adapter, "grantee": grantee}) if json else say(f"{grantee} may no longer use {adapter}")
 
 
 def _fallback_text(tenant: tenants_pb2.Tenant) -> str:

@@ -98,6 +98,8 @@ def policy(
         Literal["off", "if-present", "require"],
         typer.Argument(help="off: refuse nothing; if-present: a signature must hold; require: there must be one that holds."),
     ],
+    *,
+    json: Json = False,
 ) -> None:
     """Say what is asked of signatures, at publish and at each load by a data plane."""
     target: Target = context.obj
@@ -107,7 +109,7 @@ def policy(
             await client.set_signature_policy(_POLICIES[asked])
 
     asyncio.run(run())
-    say(f"signatures of adapters: {asked}")
+    print_json({"policy": asked}) if json else say(f"signatures of adapters: {asked}")
 
 
 def _kind(key: signatures_pb2.TrustedKey) -> str:

@@ -6,6 +6,7 @@ import stat
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,33 @@ def test_a_published_version_is_given_a_signature(veneer: Run, make_folder: Call
     assert json.loads(ok(veneer("report", "later", "1", "--json")))["report"]["signature"] == found
     missing = veneer("attach", "later", "2", signature)
     assert (missing.status, "has no version 2" in missing.err) == (1, True)
+
+
+def test_what_a_write_did_is_told_as_json(veneer: Run, make_folder: Callable[[int], Path], tmp_path: Path) -> None:
+    def told(*arguments: object) -> Any:
+        return json.loads(ok(veneer(*arguments, "--json")))
+
+    for seed in (41, 42):
+        ok(veneer("publish", make_folder(seed), "--adapter", "spoken"))
+    second, first = (one["digest"] for one in told("versions", "spoken"))
+    assert told("alias", "spoken", 2)["arms"] == [{"version": second, "weight": 1}]
+    assert [one["weight"] for one in told("split", "spoken", "1=3", "2=1")["arms"]] == [3, 1]
+    assert told("promote", "spoken", "--version", 2)["arms"] == [{"version": second, "weight": 1}]
+    assert told("rollback", "spoken", "--to", 1)["arms"] == [{"version": first, "weight": 1}]
+    assert told("freeze", "spoken")["frozen"] is True
+    assert told("unfreeze", "spoken")["frozen"] is False
+    assert told("grant", "create", "spoken", "nobody-yet")["grantee"] == "nobody-yet"
+    assert told("grant", "revoke", "spoken", "nobody-yet") == {"adapter": "spoken", "grantee": "nobody-yet"}
+    assert told("trust", "policy", "off") == {"policy": "off"}
+    assert told("node", "unpin", first) == {"version": first, "was_pinned": False}
+    key = told("key", "create", "--role", "caller")["key"]["id"]
+    assert told("key", "revoke", key)["id"] == key
+    assert SECRET.fullmatch(told("node", "token", "spare")["token"])
+    assert told("node", "token", "spare", "--out", tmp_path / "token")["token"] == ""
+    assert told("node", "token", "spare", "--unless", tmp_path / "token") == {"node_name": "spare", "has_key": True}
+    assert told("retire", "spoken", 2)["state"] == "VERSION_STATE_RETIRED"
+    assert told("delete", "spoken", 2)["version"]["digest"] == second
+    assert told("delete", "spoken", "--force")["num_versions"] == "1"
 
 
 def test_a_probe_runs_a_version_before_its_alias_moves(veneer: Run, make_folder: Callable[[int], Path]) -> None:

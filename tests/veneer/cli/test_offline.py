@@ -5,14 +5,18 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from tests.fixtures.adapters import make_adapter_folder
 from tests.fixtures.signing import Signer
 from tests.veneer.cli.conftest import Run
 from veneer.artifact import BaseDescription
+from veneer.cli.app import app
 from veneer.cli.audit import changed
 from veneer.cli.output import plain, print_error, size
 from veneer.cli.target import Target
@@ -212,6 +216,17 @@ def test_a_bash_that_installed_the_completion_completes_commands(tmp_path: Path)
     function, *words = done.stdout.splitlines()
     assert "_veneer_completion" in function
     assert sorted(words) == ["revoke", "rotate"]
+
+
+def test_every_command_prints_json_for_programs() -> None:
+    def commands(command: Any, *names: str) -> Iterator[tuple[str, set[str]]]:
+        for name, below in getattr(command, "commands", {}).items():
+            yield from commands(below, *names, name)
+        if not hasattr(command, "commands"):
+            yield " ".join(names), {option for parameter in command.params for option in parameter.opts}
+
+    without = {name for name, options in commands(typer.main.get_command(app)) if "--json" not in options}
+    assert without == {"up", "down"}
 
 
 def test_every_family_of_errors_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
