@@ -147,8 +147,21 @@ def typed_errors() -> Iterator[None]:
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that shows a key."""
-    return (("authorization", f"Bearer {key}"),) if key else ()
+    """The metadata that shows a key.
+
+    Raises:
+        InvalidArgumentError: The key holds what no key and no header can hold, such as the line break at the end of its file.
+    """
+    if not key:
+        return ()
+    if not is_header_text(key):
+        raise InvalidArgumentError.of([Violation("key", "holds a character that no key has, perhaps a line break at its end")])
+    return (("authorization", f"Bearer {key}"),)
+
+
+def is_header_text(text: str) -> bool:
+    """Whether metadata can carry it: printable ASCII; gRPC ends a call with any other without a status."""
+    return text.isascii() and text.isprintable()
 
 
 async def pages(fetch: Callable[[str], Awaitable[Any]], field: str) -> AsyncIterator[Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 
 from veneer.canary_calls import CanaryCalls
-from veneer.channel import ClientTls, typed_errors
+from veneer.channel import ClientTls, is_header_text, typed_errors
 from veneer.connection import identified, typed
 from veneer.controlplane.v1 import catalog_pb2, placement_pb2, placement_pb2_grpc, tenants_pb2
 from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc
@@ -164,7 +164,8 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
     ) -> AsyncGenerator[generation_pb2.GenerateResponse]:
         channel = self._channel_to(address, retries=len(self._replicas.addresses) == 1)
         stub: generation_pb2_grpc.GenerationServiceAsyncStub = generation_pb2_grpc.GenerationServiceStub(channel)
-        metadata = (*self._metadata, (ADAPTER_KEY_HEADER, key)) if key else self._metadata
+        # A name that is no header is no adapter's either: the plane says so.
+        metadata = (*self._metadata, (ADAPTER_KEY_HEADER, key)) if key and is_header_text(key) else self._metadata
         timeout_s = max(0.0, end_s - asyncio.get_running_loop().time())
         call = stub.Generate(request, timeout=timeout_s, metadata=metadata)
         with self._replicas.request(address):

@@ -73,6 +73,13 @@ def test_a_key_is_shown_as_a_bearer_and_no_key_not_at_all() -> None:
     assert bearer("") == ()
 
 
+@pytest.mark.parametrize("key", ["vnr_abc\n", "vnr_\r\nx-more: 1", "schlüssel", "a\0b"])
+def test_a_key_that_no_header_can_hold_is_refused_by_name_and_not_shown(key: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="key: holds a character") as caught:
+        bearer(key)
+    assert key not in str(caught.value)
+
+
 async def test_a_missing_certificate_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"absent\.pem"):
         open_channel("127.0.0.1:1", tls=ClientTls(ca=tmp_path / "absent.pem"))

@@ -225,6 +225,12 @@ async def test_a_stream_without_a_finish_is_an_error_after_its_tokens(client: Cl
     assert events == [SERVED.served, SERVED.chunk]
 
 
+async def test_a_name_that_no_header_can_hold_is_refused_by_the_plane(client: Client, generation: Generation) -> None:
+    with pytest.raises(InvalidArgumentError, match="does not match"):
+        await collect(client.generate("hi", adapter="töne\n"))
+    assert generation.requests == []
+
+
 async def test_unavailable_before_the_first_message_is_tried_again(client: Client, generation: Generation) -> None:
     generation.scripts = [[UnavailableError("starting")], [SERVED, LAST]]
     assert len(await collect(client.generate("hi"))) == 4

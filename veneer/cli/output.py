@@ -24,7 +24,13 @@ _HINTS = {
         " --operator-key or VENEER_OPERATOR_KEY for operators."
     ),
     "PERMISSION_DENIED": "The key lacks a role. `veneer key list` shows its roles; an owner or operator can create another key.",
-    "UNAVAILABLE": "Is it running? `veneer status` tells, `veneer up` starts it here, --control and --data name others.",
+    "UNAVAILABLE": (
+        "Is it running? `veneer status` tells, `veneer up` starts it here, --control and --data name others;"
+        " --ca turns on TLS, which both sides must have."
+    ),
+    "UNIMPLEMENTED": (
+        "Another listener, or another release, answers there: check --control, --data, --control-operators, --data-operators."
+    ),
     "ABORTED": "Somebody else moved it first. Look again and repeat.",
     "NOT_FOUND": (
         "`veneer adapters` lists what your tenant has, `veneer grant list` what others share with it,"

@@ -115,8 +115,16 @@ def test_a_plane_that_is_not_there_is_unavailable_with_advice(run: Run, tmp_path
     assert outcome.status == 1
     assert "UNAVAILABLE" in outcome.err
     assert "veneer up" in outcome.err
+    assert "--ca" in outcome.err
     assert KEY not in outcome.err + outcome.out
     assert run("--state", tmp_path, "--control", "127.0.0.1:1", "--data", "127.0.0.1:1", "status").status == 1
+
+
+def test_an_address_that_serves_something_else_is_told_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    error = VeneerError("Method not found!")
+    error.status = "UNIMPLEMENTED"
+    print_error(error)
+    assert "--control-operators" in capsys.readouterr().err
 
 
 def test_down_without_a_stack_says_so(run: Run, tmp_path: Path) -> None:
