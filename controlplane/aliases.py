@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from controlplane.answers import RACED, Request, alias_from_json, alias_to_json,
 from controlplane.catalog import NO_VERSION, READY, STABLE, Alias, Arm, aliases_of, lock_adapter
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
+from controlplane.signatures import why_untrusted
 from veneer.errors import AbortedError, FailedPreconditionError, InvalidArgumentError, NotFoundError, Violation
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
@@ -106,8 +108,8 @@ class Aliases:
             owner: Tenant that owns the adapter.
             adapter: Name of the adapter.
             alias: Name; empty means `stable`.
-            version: One that the alias served before; empty: the last one, still ready, that all of its traffic went to before it
-                went where it goes now.
+            version: One that the alias served before; empty: the last one, still ready and signed as the owner asks, that all of
+                its traffic went to before it went where it goes now.
             expected_generation: Generation that the caller saw; None moves it whatever it is.
             request_id: The caller's own identifier of this move.
             dry_run: Does nothing but say what would be done.
@@ -125,7 +127,7 @@ class Aliases:
             if present is None:
                 raise NotFoundError(_NO_ALIAS)
             history = await _history(connection, owner, adapter, name)
-            target = version or _last_whole(history, present)
+            target = version or await _last_whole(connection, owner, history, present)
             if version:
                 await check_servable(connection, owner, adapter, [version])
                 if all(row.version != version for row in history):
@@ -291,7 +293,7 @@ async def check_servable(connection: AsyncConnection, owner: str, adapter: str, 
 
     Raises:
         NotFoundError: The adapter has no such version.
-        FailedPreconditionError: One is not ready, or they are for different bases.
+        FailedPreconditionError: One is not ready or not signed as the owner asks, or they are for different bases.
     """
     columns = models.versions.c
     mine = (columns.tenant == owner, columns.adapter == adapter, columns.digest.in_(digests))
@@ -303,6 +305,8 @@ async def check_servable(connection: AsyncConnection, owner: str, adapter: str, 
             raise FailedPreconditionError(f"version {row.digest} is {row.state.lower()}; an alias can only serve ready versions")
     if len({row.base_digest for row in rows}) > 1:
         raise FailedPreconditionError("the versions of a split must be for one base")
+    for digest, reason in (await why_untrusted(connection, owner, digests)).items():
+        raise FailedPreconditionError(f"version {digest} is not signed as its owner asks, so no data plane loads it: {reason}")
 
 
 async def _history(connection: AsyncConnection, owner: str, adapter: str, alias: str) -> Sequence[Row[Any, Any, Any]]:
@@ -317,13 +321,12 @@ async def _history(connection: AsyncConnection, owner: str, adapter: str, alias:
     return (await connection.execute(query)).all()
 
 
-def _last_whole(history: Sequence[Row[Any, Any, Any]], present: Alias) -> str:
-    """The last ready version that had all traffic before the present generation, and is not what all traffic goes to now."""
-    num_arms: dict[int, int] = {}
-    for row in history:
-        num_arms[row.generation] = num_arms.get(row.generation, 0) + 1
+async def _last_whole(connection: AsyncConnection, owner: str, history: Sequence[Row[Any, Any, Any]], present: Alias) -> str:
+    """The last good version that had all traffic before the present generation, and is not what all traffic goes to now."""
+    num_arms = Counter(row.generation for row in history)
     now = present.arms[0].version if len(present.arms) == 1 else None
-    for row in history:
-        if num_arms[row.generation] == 1 and row.version != now and row.state == READY:
-            return str(row.version)
-    raise FailedPreconditionError("the alias has no earlier ready version to go back to; set the alias instead")
+    whole = (row for row in history if num_arms[row.generation] == 1 and row.version != now and row.state == READY)
+    for version in dict.fromkeys(str(row.version) for row in whole):
+        if not await why_untrusted(connection, owner, [version]):
+            return version
+    raise FailedPreconditionError("the alias has no earlier good version to go back to; set the alias instead")

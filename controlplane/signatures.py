@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
@@ -24,7 +24,7 @@ from controlplane.locks import Lock, hold
 from controlplane.signature_tables import signature_policies, signatures, trusted_keys
 from controlplane.spool import CONFIG, WEIGHTS
 from veneer.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError, Violation
-from veneer.signature import Policy, SignatureReport, TrustedKey, judge, read_trusted_key
+from veneer.signature import Policy, SignatureError, SignatureReport, TrustedKey, judge, read_trusted_key
 
 MAX_TRUSTED_KEYS: Final = 32
 """Keys and authorities that a tenant may trust; all of them go to whoever judges a signature."""
@@ -141,6 +141,23 @@ async def trust_of(connection: AsyncConnection, owner: str, version: str) -> Tru
     if row.bundle is None:
         return Trust(asks, (), row.now)
     return Trust(asks, tuple(one.key for one in await _keys(connection, owner)), row.judge_time, bytes(row.bundle))
+
+
+async def why_untrusted(connection: AsyncConnection, owner: str, digests: Sequence[str]) -> dict[str, str]:
+    """Of versions, those that no data plane loads since the owner's policy does not allow their signature now, and why."""
+    if await _policy(connection, owner) is Policy.OFF:
+        return {}
+    columns = models.versions.c
+    query = select(columns.digest, columns.config_digest, columns.weights_digest)
+    rows = (await connection.execute(query.where(columns.tenant == owner, columns.digest.in_(digests)))).all()
+    found = {}
+    for row in rows:
+        trust = await trust_of(connection, owner, row.digest)
+        try:
+            trust.judge({CONFIG: row.config_digest, WEIGHTS: row.weights_digest})
+        except SignatureError as error:
+            found[row.digest] = error.message
+    return found
 
 
 async def keep_signature(connection: AsyncConnection, owner: str, version: str, trust: Trust) -> None:

@@ -15,7 +15,7 @@ from sqlalchemy.exc import ProgrammingError
 from controlplane.db import Scope
 from tests.fixtures.controlplane import AUDITOR, CALLER, PUBLISHER, Client, World, adapter_files, refused
 from tests.fixtures.signing import Authority, Signer
-from veneer.controlplane.v1 import catalog_pb2, nodes_pb2, tenants_pb2
+from veneer.controlplane.v1 import canaries_pb2, catalog_pb2, nodes_pb2, tenants_pb2
 from veneer.controlplane.v1 import signatures_pb2 as pb
 
 OFF, IF_PRESENT, REQUIRE = pb.SIGNATURE_POLICY_OFF, pb.SIGNATURE_POLICY_IF_PRESENT, pb.SIGNATURE_POLICY_REQUIRE
@@ -189,6 +189,31 @@ async def test_every_change_of_trust_is_in_the_feed_and_none_where_nothing_chang
     await acme.signatures.RemoveTrustedKey(pb.RemoveTrustedKeyRequest(id=key.id))
     seen = await all_changes(node, cursor, 3)
     assert [(one.kind, one.tenant, one.version) for one in seen] == [(nodes_pb2.CHANGE_KIND_TRUST, "acme", "")] * 3
+
+
+async def test_no_alias_moves_to_what_no_data_plane_would_load(world: World, acme: Client) -> None:
+    signer = Signer()
+    await trust(acme, signer.pem)
+    signatures = [signer.sign(files_of(0)), b"", signer.sign(files_of(2))]
+    signed, bare, last = [
+        (await world.publish(acme, seed=seed, signature=signature, alias="stable")).version.digest
+        for seed, signature in enumerate(signatures)
+    ]
+    await ask(acme, REQUIRE)
+    arms = [catalog_pb2.Arm(version=last, weight=1), catalog_pb2.Arm(version=bare, weight=1)]
+    steps = [canaries_pb2.CanaryStep(weight_percent=10)]
+    for call in (
+        acme.catalog.SetAlias(catalog_pb2.SetAliasRequest(adapter="style", arms=arms)),
+        acme.catalog.Rollback(catalog_pb2.RollbackRequest(adapter="style", version=bare)),
+        acme.catalog.StartCanary(canaries_pb2.StartCanaryRequest(adapter="style", version=bare, steps=steps)),
+    ):
+        code, text = await refused(call)
+        assert (code, bare in text, "is missing" in text) == (grpc.StatusCode.FAILED_PRECONDITION, True, True), text
+
+    rolled = (await acme.catalog.Rollback(catalog_pb2.RollbackRequest(adapter="style"))).alias
+    assert [arm.version for arm in rolled.arms] == [signed], "the one before the unsigned one"
+    await ask(acme, OFF)
+    assert (await acme.catalog.Rollback(catalog_pb2.RollbackRequest(adapter="style", version=bare))).alias.generation == 5
 
 
 async def test_a_signature_goes_with_its_version(world: World, acme: Client) -> None:
