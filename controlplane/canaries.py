@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane.aliases import check_alias_name, check_servable, compare_generation, move, present_alias
 from controlplane.answers import RACED, Request, answered, keep
-from controlplane.canary_plan import RUNNING, STOPPED, Canary, Progress, Step, check_steps
+from controlplane.canary_plan import RUNNING, STOPPED, Canary, Progress, Step, Window, check_steps
 from controlplane.canary_tables import canaries, canary_steps
 from controlplane.catalog import STABLE, Arm, lock_adapter
 from controlplane.db import Database, Scope
@@ -175,9 +175,8 @@ async def keep_progress(connection: AsyncConnection, canary: Canary) -> None:
             columns.alias == canary.alias,
             columns.generation == canary.generation + index,
         )
-        version, stable = one.weighed_version, one.weighed_stable
-        weighed = [version.ok, version.failed, stable.ok, stable.failed]
-        await connection.execute(update(canary_steps).where(*mine).values(weighed=weighed, evidence=list(one.evidence)))
+        windows = [dataclasses.asdict(window) for window in one.windows]
+        await connection.execute(update(canary_steps).where(*mine).values(windows=windows))
 
 
 def canary_to_json(canary: Canary) -> dict[str, Any]:
@@ -188,9 +187,9 @@ def canary_to_json(canary: Canary) -> dict[str, Any]:
 
 def canary_from_json(fields: Mapping[str, Any]) -> Canary:
     """A canary as it was kept for an answer."""
-    names = ("version", "stable", "weighed_version", "weighed_stable")
     progress = tuple(
-        Progress(evidence=tuple(one["evidence"]), **{name: Tally(**one[name]) for name in names}) for one in fields["progress"]
+        Progress(version=Tally(**one["version"]), stable=Tally(**one["stable"]), windows=_windows(one.get("windows", ())))
+        for one in fields["progress"]
     )
     times = {
         name: None if fields[name] is None else datetime.fromisoformat(fields[name])
@@ -244,7 +243,6 @@ async def _add_step(connection: AsyncConnection, canary: Canary, generation: int
         "alias": canary.alias,
         "generation": generation,
         "canary": canary.generation,
-        "evidence": list(Progress().evidence),
     }
     await connection.execute(insert(canary_steps).values(row))
 
@@ -271,14 +269,15 @@ async def _whole(connection: AsyncConnection, row: Row[Any], *, is_locked: bool)
 
 
 def _progress(row: Row[Any]) -> Progress:
-    version_ok, version_failed, stable_ok, stable_failed = row.weighed
     return Progress(
         version=Tally(row.version_ok, row.version_failed),
         stable=Tally(row.stable_ok, row.stable_failed),
-        weighed_version=Tally(version_ok, version_failed),
-        weighed_stable=Tally(stable_ok, stable_failed),
-        evidence=tuple(row.evidence),
+        windows=_windows(row.windows),
     )
+
+
+def _windows(kept: Sequence[Mapping[str, Any]]) -> tuple[Window, ...]:
+    return tuple(Window(one["place"], Tally(**one["version"]), Tally(**one["stable"]), one["evidence"]) for one in kept)
 
 
 def _canary(row: Row[Any], progress: tuple[Progress, ...]) -> Canary:

@@ -9,9 +9,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Final
 
-import numpy as np
-
-from controlplane.regression import FALSE_ALARM, NONE, Tally, e_value, no_evidence, weigh
+from controlplane.regression import ALARM, NONE, Regression, Tally, Weighed
 from veneer.errors import InvalidArgumentError, Violation
 
 RUNNING: Final = "RUNNING"
@@ -20,8 +18,9 @@ ROLLED_BACK: Final = "ROLLED_BACK"
 STOPPED: Final = "STOPPED"
 
 WINDOW: Final = 10
-"""Requests of each version in a window, but at the end of a step: fewer would say less, since weights are told from counts."""
-_NO_EVIDENCE: Final = tuple(no_evidence().tolist())
+"""Least requests of each version in a window, but at the end of a step: each bound spends a little that later ones lack."""
+_GROWTH: Final = 20
+"""Part of the version's requests that are weighed by which a window is larger, one by this: so that windows stay few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,23 @@ class Step:
     min_requests: int
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Requests that both versions ended in the same time, as they were weighed.
+
+    Attributes:
+        place: Its place among all windows of the canary, from 0.
+        version: What the version did.
+        stable: What the stable one did.
+        evidence: How much spoke for a regression then; see `controlplane.regression`.
+    """
+
+    place: int
+    version: Tally
+    stable: Tally
+    evidence: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """A step that has begun.
@@ -47,16 +63,19 @@ class Progress:
     Attributes:
         version: How requests of the version ended.
         stable: How those of the stable one did.
-        weighed_version: What of the first was weighed.
-        weighed_stable: What of the second was.
-        evidence: What was weighed since this step began, in it and in later ones.
+        windows: What of them was weighed.
     """
 
     version: Tally = NONE
     stable: Tally = NONE
-    weighed_version: Tally = NONE
-    weighed_stable: Tally = NONE
-    evidence: tuple[float, ...] = _NO_EVIDENCE
+    windows: tuple[Window, ...] = ()
+
+    @property
+    def unweighed(self) -> tuple[Tally, Tally]:
+        """Requests of the version and of the stable one that were not weighed."""
+        version = sum((window.version for window in self.windows), NONE)
+        stable = sum((window.stable for window in self.windows), NONE)
+        return self.version - version, self.stable - stable
 
 
 class Move(Enum):
@@ -115,38 +134,54 @@ class Canary:
         return sum((one.stable for one in self.progress), NONE)
 
     @property
+    def windows(self) -> list[Weighed]:
+        """What was weighed, in the order in which it was."""
+        placed = [(window, step) for step, one in enumerate(self.progress) for window in one.windows]
+        placed.sort(key=lambda pair: pair[0].place)
+        return [Weighed(step, window.version, window.stable) for window, step in placed]
+
+    @property
     def evidence(self) -> float:
-        """How much speaks for the version failing more often; see `controlplane.regression`."""
-        return e_value([np.array(one.evidence) for one in self.progress], num_steps=len(self.steps))
+        """How much speaks for the version failing more often, after the last window; see `controlplane.regression`."""
+        windows = [window for one in self.progress for window in one.windows]
+        return max(windows, key=lambda window: window.place).evidence if windows else 0.0
 
     def is_due(self, elapsed_s: float) -> bool:
-        """Whether the present step is over, this long after it began: there is something to weigh, and to weigh it against."""
+        """Whether the present step is over, this long after it began, and went well enough for more traffic.
+
+        There is something to weigh, and to weigh it against, and not most requests of the version failed: nothing gets more
+        traffic of which they did, evidence or not.
+        """
         step, progress = self.steps[self.step], self.progress[self.step]
-        has_requests = progress.version.total >= step.min_requests and progress.stable.total >= min(step.min_requests, WINDOW)
-        return elapsed_s >= step.duration_s and has_requests
+        version, stable = progress.version, progress.stable
+        has_requests = version.total >= step.min_requests and stable.total >= min(step.min_requests, WINDOW)
+        return elapsed_s >= step.duration_s and has_requests and 2 * version.failed <= version.total
 
     def weighed(self, *, is_due: bool) -> Canary:
         """The canary with every full window weighed; of a step that is over or due, what there is."""
+        canary = self
+        for step in range(len(self.progress)):
+            version, stable = self.progress[step].unweighed
+            is_open = step == self.step and not is_due
+            windows = canary.windows
+            least = max(WINDOW, sum(window.version.total for window in windows) // _GROWTH) if is_open else 1
+            if version.total >= least and stable.total >= min(least, WINDOW):
+                canary = canary._with(step, version, stable, windows)
+        return canary
+
+    def _with(self, step: int, version: Tally, stable: Tally, windows: Sequence[Weighed]) -> Canary:
+        test = Regression(num_steps=len(self.steps))
+        found = [test.add(one) for one in [*windows, Weighed(step, version, stable)]][-1]
+        window = Window(len(windows), version, stable, found)
         progress = list(self.progress)
-        for index, one in enumerate(progress):
-            version, stable = one.version - one.weighed_version, one.stable - one.weighed_stable
-            least = WINDOW if index == self.step and not is_due else 1
-            if min(version.total, stable.total) < least:
-                continue
-            known = sum((other.weighed_stable for other in progress), NONE)
-            gained = weigh(version, stable, known=known)
-            progress[index] = replace(one, weighed_version=one.version, weighed_stable=one.stable)
-            for begun in range(index + 1):
-                summed = tuple((np.array(progress[begun].evidence) + gained).tolist())
-                progress[begun] = replace(progress[begun], evidence=summed)
+        progress[step] = replace(progress[step], windows=(*progress[step].windows, window))
         return replace(self, progress=tuple(progress))
 
     def next_move(self, *, is_due: bool) -> Move:
-        """What its evidence and its schedule say. Nothing gets more traffic of which most requests failed, evidence or not."""
-        if self.evidence >= 1 / FALSE_ALARM:
+        """What its evidence and its schedule say."""
+        if self.evidence >= ALARM:
             return Move.ROLL_BACK
-        version = self.progress[self.step].version
-        return Move.GO_ON if is_due and 2 * version.failed <= version.total else Move.WAIT
+        return Move.GO_ON if is_due else Move.WAIT
 
     def why_rolled_back(self) -> str:
         """What the counts were, for people."""

@@ -50,7 +50,8 @@ canaries = Table(
     Index("ix_canaries_running", "tenant", "adapter", "alias", unique=True, postgresql_where=text("state = 'RUNNING'")),
 )
 
-# A step that has begun, by its generation: how requests of both versions ended, what of that was weighed, and what it says.
+# A step that has begun, by its generation: how requests of both versions ended, and the windows of that which were
+# weighed, each with what it said.
 canary_steps = Table(
     "canary_steps",
     metadata,
@@ -63,8 +64,9 @@ canary_steps = Table(
     Column("version_failed", BigInteger, nullable=False, server_default="0"),
     Column("stable_ok", BigInteger, nullable=False, server_default="0"),
     Column("stable_failed", BigInteger, nullable=False, server_default="0"),
-    Column("weighed", ARRAY(BigInteger), nullable=False, server_default="{0,0,0,0}"),
-    Column("evidence", ARRAY(Double), nullable=False),
+    Column("windows", JSONB, nullable=False, server_default="[]"),
+    Column("weighed", ARRAY(BigInteger), nullable=False, server_default="{0,0,0,0}"),  # read by processes of revision 0015
+    Column("evidence", ARRAY(Double), nullable=False, server_default="{0,0,0,0,0,0}"),  # by these too
     PrimaryKeyConstraint("tenant", "adapter", "alias", "generation"),
     ForeignKeyConstraint(
         ["tenant", "adapter", "alias", "canary"],

@@ -1,28 +1,26 @@
-"""Whether a version fails more often than the one that it is to replace: a test that may be looked at as often as one likes.
+"""Whether a version fails more often than the one that it is to replace: an exact test that may be looked at after every window.
 
-Counts come in windows, each of requests that both versions ended in the same time. A window in which the version failed ka of na
-requests and the stable one kb of nb multiplies, for each of a few alternatives (a, b) with a > b, its e-value by
+Counts come in windows, each of requests that both versions ended in the same time: the version na of them and the stable one nb.
+If both fail at one rate, whatever it is, then of the k that failed in a window the version's part is hypergeometric: as if k of
+na + nb had been drawn, and na of these were the version's. So how many failures of the version there may be in all windows by
+chance is known exactly, though rates are not and may change from window to window: the convolution of these distributions. A
+version that fails less often has fewer yet.
 
-    (a/c)^ka ((1-a)/(1-c))^(na-ka) (b/c)^kb ((1-b)/(1-c))^(nb-kb)    where c = (na a + nb b) / (na + nb)
+After each window a bound is set on the version's failures: the least number that by chance is reached there, and no bound was
+before, in no more cases than may be spent by now. What may be spent grows with the requests n of the version to n³/(n³ + c³) of
+the whole. Over all windows that is less than the whole, however long a canary runs and whenever it ends; nothing is spent where
+counts are too few to reach a bound, and what is not spent is there for later windows.
 
-Let A be the version's true rate and B the stable one's, and v = c (1-c). The mean of this factor is
+Most of what may be spent in all is for the version that always was worse; the rest is divided among the later steps of the
+schedule, each of which has such a test of its own that begins with it, so that what went well before does not hide what comes.
 
-    (1 + (A-c)(a-c)/v)^na (1 - (B-c)(c-b)/v)^nb
-
-and its logarithm at most (na (A-c)(a-c) - nb (B-c)(c-b))/v, which is (A-B) na (a-c)/v, since na (a-c) = nb (c-b). So it is at
-most 1 as long as A <= B, whatever the two are and however they change from window to window; and a and b may be chosen by what
-came before the window. The product over windows, and any mixture of such products, is therefore a non-negative supermartingale
-that starts at 1: it ever reaches 1/FALSE_ALARM with a probability of at most FALSE_ALARM, however often one looks and whenever
-one stops.
-
-Source: Turner, Ly and Grünwald, "Generic E-variables for exact sequential k-sample tests that allow for optional stopping", 2024;
-Ville's inequality.
+Source: Lan and DeMets, "Discrete sequential boundaries for clinical trials", 1983; Jennison and Turnbull, "Group Sequential
+Methods", 2000, chapters 7 and 12 (exact boundaries); Mantel and Haenszel, 1959 (windows as strata).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,16 +29,21 @@ from numpy.typing import NDArray
 
 FALSE_ALARM: Final = 0.01
 """Most canaries that are rolled back of versions that are no worse than the stable one, over their whole schedule."""
+ALARM: Final = 1 / FALSE_ALARM
+"""Evidence at which there is a regression."""
 
-_RISES = np.array([0.03, 0.05, 0.09, 0.2, 0.5, 0.9])
-_SHARES = np.array([0.35, 0.35, 0.1, 0.1, 0.05, 0.05])
-_GUESS, _GUESS_REQUESTS = 0.02, 30
-"""Rate at which stable versions fail, and how many requests that guess counts for beside what is known."""
-_LEAST, _MOST = 0.0005, 0.999
-_MAX_LOG = 700.0
+_FIRST, _LATER = 0.75, 0.1
+"""Parts of the false alarms that are for the first step on, and for all later ones. The rest is for requests that are not as
+independent of each other as the test takes them to be."""
+_HALF = 250
+"""Requests of the version by which half of the false alarms may have been given."""
+_SIGMAS, _FEW = 12.0, 40
+"""What is farther than this from its mean has a chance of less than 1e-30."""
+_NEGLIGIBLE = 1e-13
+"""Chance of the smallest numbers that are dropped after each window."""
+_MOST = 1e300
 
-Evidence = NDArray[np.float64]
-"""Logarithm of the e-value of each alternative."""
+_Chances = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,47 +69,88 @@ NONE: Final = Tally()
 """No request."""
 
 
-def no_evidence() -> Evidence:
-    """Evidence before the first window."""
-    return np.zeros(len(_RISES))
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What both versions did in one window.
 
-
-def weigh(version: Tally, stable: Tally, *, known: Tally) -> Evidence:
-    """What one window adds to the evidence; nothing when one of the two ended no request in it.
-
-    Args:
-        version: What the version did in the window.
+    Attributes:
+        step: Index of the step in which it was.
+        version: What the version did.
         stable: What the stable one did.
-        known: What the stable one did before it.
     """
-    na, nb = version.total, stable.total
-    if not na or not nb:
-        return no_evidence()
-    learned = (known.failed + _GUESS * _GUESS_REQUESTS) / (known.total + _GUESS_REQUESTS)
-    b = min(max(learned, _LEAST), 0.9)
-    a = np.minimum(b + _RISES, _MOST)
-    c = (na * a + nb * b) / (na + nb)
-    gained: Evidence = (
-        version.failed * np.log(a / c)
-        + version.ok * np.log((1 - a) / (1 - c))
-        + stable.failed * np.log(b / c)
-        + stable.ok * np.log((1 - b) / (1 - c))
-    )
-    return gained
+
+    step: int
+    version: Tally
+    stable: Tally
 
 
-def e_value(begun: Sequence[Evidence], *, num_steps: int) -> float:
-    """How much speaks for a regression: 1 is nothing, 1/FALSE_ALARM enough.
+class Regression:
+    """The test of one canary, as far as its windows were added. Owned by whoever made it."""
 
-    A mixture over the steps of the schedule from which on the version may have become worse, so that what went well before does
-    not hide it: half of it is that it always was.
+    def __init__(self, *, num_steps: int) -> None:
+        self._later = _LATER / max(num_steps - 1, 1)
+        self._begun: list[_Bounds] = []
 
-    Args:
-        begun: Evidence since the beginning of each step that has begun.
-        num_steps: Steps of the whole schedule; those that have not begun count as no evidence.
-    """
-    later = 0.5 / (num_steps - 1) if num_steps > 1 else 0.0
-    shares = np.array([1 - later * (num_steps - 1)] + [later] * (num_steps - 1))
-    logs = np.stack([*begun, *(no_evidence() for _ in range(num_steps - len(begun)))])
-    top = min(float(logs.max()), _MAX_LOG)
-    return math.exp(top) * float(shares @ (np.exp(np.minimum(logs - top, 0.0)) @ _SHARES))
+    def add(self, window: Weighed) -> float:
+        """How much speaks for a regression with this window: from `ALARM` on enough.
+
+        It is the ratio of what chance may have, by now, to the chance of as many failures of a version that is no worse, times
+        `ALARM`; and stays where it was once it was enough.
+        """
+        while len(self._begun) <= window.step:
+            self._begun.append(_Bounds(FALSE_ALARM * (self._later if self._begun else _FIRST)))
+        return max(bounds.add(window) for bounds in self._begun[: window.step + 1])
+
+
+class _Bounds:
+    """The test that begins with one step. `chances[i]` is that of `least + i` failures with no bound reached before."""
+
+    def __init__(self, false_alarm: float) -> None:
+        self._false_alarm = false_alarm
+        self._chances, self._least = np.ones(1), 0
+        self._version = NONE
+        self._spent = self._found = 0.0
+
+    def add(self, window: Weighed) -> float:
+        if self._found >= ALARM:
+            return self._found
+        fewest, gained = _hypergeometric(window)
+        self._version += window.version
+        self._least += fewest
+        self._chances = np.convolve(self._chances, gained)
+        of_more = np.cumsum(self._chances[::-1])[::-1]
+        allowed = self._false_alarm * _spendable(self._version.total) - self._spent
+        place = max(self._version.failed - self._least, 0)
+        chance = float(of_more[place]) if place < len(of_more) else 0.0
+        self._found = min(ALARM * allowed / max(chance, 1 / _MOST), _MOST)
+        if chance <= allowed:
+            self._found = max(self._found, ALARM)
+        self._bound(of_more, allowed)
+        return self._found
+
+    def _bound(self, of_more: _Chances, allowed: float) -> None:
+        bound = int(np.searchsorted(-of_more, -allowed))
+        if bound < len(of_more):
+            self._spent += float(of_more[bound])
+            self._chances = self._chances[:bound]
+        dropped = int(np.searchsorted(np.cumsum(self._chances), _NEGLIGIBLE))
+        self._chances, self._least = self._chances[dropped:], self._least + dropped
+
+
+def _spendable(num_requests: int) -> float:
+    """Part of the false alarms that may have been given after so many requests of the version."""
+    return num_requests**3 / (num_requests**3 + _HALF**3)
+
+
+def _hypergeometric(window: Weighed) -> tuple[int, _Chances]:
+    """Chances of how many of a window's failures are the version's, and the number that the first is of."""
+    na, nb, k = window.version.total, window.stable.total, window.version.failed + window.stable.failed
+    total = na + nb
+    mean = k * na / total
+    reach = _FEW + _SIGMAS * math.sqrt(mean * (nb / total) * (total - k) / max(total - 1, 1))
+    fewest, most = max(0, k - nb, math.floor(mean - reach)), min(na, k, math.ceil(mean + reach))
+    x = np.arange(fewest, most, dtype=np.float64)
+    ratios = np.log((na - x) * (k - x)) - np.log((x + 1) * (nb - k + x + 1))
+    logs = np.concatenate([np.zeros(1), np.cumsum(ratios)])
+    chances: _Chances = np.exp(logs - logs.max())
+    return fewest, chances / chances.sum()

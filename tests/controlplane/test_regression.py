@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controlplane.regression import FALSE_ALARM, Evidence, Tally, e_value, no_evidence, weigh
+from controlplane.regression import ALARM, FALSE_ALARM, Regression, Tally, Weighed
 
 STEPS = 3
 WINDOW = 10
@@ -25,27 +25,35 @@ def requests_until_alarm(
     num_requests: int,
     swing: float = 0.0,
     rise_from: int = 0,
+    retries: int = 0,
 ) -> float:
     """Requests of the version until the alarm; infinite without one.
 
-    Windows end when each of the two has ten requests. The rate swings with time, for both alike.
+    Windows end when each of the two has ten requests and the version a twentieth of what it has. The rate swings with time, for
+    both alike. A request that failed comes again, some times, with another prompt and to the same version.
     """
-    begun: list[Evidence] = []
-    known, done = Tally(), 0
+    test, done = Regression(num_steps=STEPS), 0
     while done < num_requests:
-        while len(begun) <= done * STEPS // num_requests:
-            begun.append(no_evidence())
-        na, nb = WINDOW, max(WINDOW, int(random.negative_binomial(WINDOW, weight)))
+        step = done * STEPS // num_requests
+        na = max(WINDOW, done // 20)
+        nb = max(WINDOW, int(random.negative_binomial(na, weight)))
         rate = stable * (1 + swing * math.sin(done / 30))
-        ka = int(random.binomial(na, rate + (rise if done >= rise_from else 0.0)))
-        kb = int(random.binomial(nb, rate))
-        window = Tally(nb - kb, kb)
-        gained = weigh(Tally(na - ka, ka), window, known=known)
-        begun = [one + gained for one in begun]
-        known, done = known + window, done + na
-        if e_value(begun, num_steps=STEPS) >= 1 / FALSE_ALARM:
+        version = tally(random, na, rate + (rise if done >= rise_from else 0.0), retries)
+        done += version.total
+        if test.add(Weighed(step, version, tally(random, nb, rate, retries))) >= ALARM:
             return done
     return math.inf
+
+
+def tally(random: np.random.Generator, num_requests: int, rate: float, retries: int) -> Tally:
+    failed = int(random.binomial(num_requests, rate))
+    found = Tally(num_requests - failed, failed)
+    return found + tally(random, failed, rate, retries - 1) if retries and failed else found
+
+
+def at_most(num_canaries: int) -> float:
+    """What the part of false alarms stays below, with three standard deviations for so few simulated canaries."""
+    return FALSE_ALARM + 3 * math.sqrt(FALSE_ALARM / num_canaries)
 
 
 def alarms(num_canaries: int, *, seed: int = 1, within: int, **world: float) -> float:
@@ -57,24 +65,29 @@ def alarms(num_canaries: int, *, seed: int = 1, within: int, **world: float) -> 
 
 @pytest.mark.parametrize(("stable", "weight"), [(0.001, 0.5), (0.02, 0.05), (0.3, 0.2)])
 def test_of_versions_that_are_no_worse_at_most_one_in_a_hundred_is_rolled_back(stable: float, weight: float) -> None:
-    assert alarms(200, within=1000, stable=stable, weight=weight) <= FALSE_ALARM
+    assert alarms(200, within=1000, stable=stable, weight=weight) <= at_most(200)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("stable", "weight"), list(itertools.product([0.001, 0.01, 0.05, 0.3], [0.05, 0.5])))
+@pytest.mark.parametrize(("stable", "weight"), list(itertools.product([0.001, 0.05, 0.3], [0.05, 0.5])))
 def test_of_thousands_too_however_long_they_run(stable: float, weight: float) -> None:
-    assert alarms(2000, within=3000, stable=stable, weight=weight) <= FALSE_ALARM
+    assert alarms(1000, within=3000, stable=stable, weight=weight) <= at_most(1000)
 
 
-@pytest.mark.parametrize(("swing", "rise"), [(0.9, 0.0), (0.0, -0.02)])
-def test_neither_a_rate_that_swings_for_both_nor_a_better_version_raises_more_alarms(swing: float, rise: float) -> None:
-    assert alarms(200, within=1000, stable=0.05, weight=0.2, swing=swing, rise=rise) <= FALSE_ALARM
+@pytest.mark.parametrize(("swing", "rise", "retries"), [(0.9, 0.0, 0), (0.0, -0.02, 0), (0.0, 0.0, 3)])
+def test_neither_rates_that_swing_for_both_nor_repeats_nor_a_better_version_raise_more_alarms(
+    swing: float, rise: float, retries: int
+) -> None:
+    assert alarms(200, within=1000, stable=0.05, weight=0.2, swing=swing, rise=rise, retries=retries) <= at_most(200)
 
 
 @pytest.mark.parametrize(
     ("stable", "weight", "power"),
-    [(0.0, 0.1, 0.99), (0.01, 0.1, 0.97), (0.02, 0.1, 0.93), (0.01, 0.25, 0.94), (0.02, 0.25, 0.87), (0.01, 0.5, 0.8)],
+    [
+        *[(0.0, 0.1, 0.99), (0.01, 0.1, 0.99), (0.02, 0.1, 0.97), (0.05, 0.1, 0.84), (0.1, 0.1, 0.57)],
+        *[(0.01, 0.25, 0.98), (0.02, 0.25, 0.92), (0.05, 0.25, 0.74), (0.01, 0.5, 0.94), (0.05, 0.5, 0.47)],
+    ],
 )
 def test_five_points_more_are_found_within_five_hundred_requests(stable: float, weight: float, power: float) -> None:
     assert alarms(200, within=500, stable=stable, rise=0.05, weight=weight) >= power
@@ -85,35 +98,45 @@ def test_a_version_that_always_fails_is_found_at_once() -> None:
 
 
 def test_what_went_well_before_does_not_hide_a_regression_that_begins_with_a_later_step() -> None:
-    assert alarms(100, within=1500, stable=0.01, rise=0.05, rise_from=1000, weight=0.25) >= 0.85
+    assert alarms(100, within=1500, stable=0.01, rise=0.05, rise_from=1000, weight=0.25) >= 0.95
 
 
+@settings(max_examples=40)
 @given(
-    na=st.integers(1, 6),
-    nb=st.integers(1, 6),
-    rate=st.floats(0, 1),
-    less=st.floats(0, 1),
-    known=st.builds(Tally, st.integers(0, 500), st.integers(0, 500)),
+    windows=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 400), st.integers(1, 400), st.integers(0, 4)), min_size=1, max_size=3
+    )
 )
-def test_the_mean_of_a_windows_e_values_is_at_most_one_while_the_version_is_no_worse(
-    na: int, nb: int, rate: float, less: float, known: Tally
+def test_by_chance_the_version_has_so_many_of_all_failures_in_at_most_one_of_a_hundred_cases(
+    windows: list[tuple[int, int, int, int]],
 ) -> None:
-    version = rate * less
-    mean = no_evidence()
-    for ka, kb in itertools.product(range(na + 1), range(nb + 1)):
-        chance = math.comb(na, ka) * version**ka * (1 - version) ** (na - ka)
-        chance *= math.comb(nb, kb) * rate**kb * (1 - rate) ** (nb - kb)
-        mean += chance * np.exp(weigh(Tally(na - ka, ka), Tally(nb - kb, kb), known=known))
-    assert (mean <= 1 + 1e-9).all()
+    """Every way in which the failures of each window may be divided, each with its chance."""
+    cases = []
+    for step, na, nb, k in sorted(windows):
+        parts = range(max(0, k - nb), min(na, k) + 1)
+        cases.append([(Weighed(step, Tally(na - ka, ka), Tally(nb - k + ka, k - ka)), chance(na, nb, ka, k)) for ka in parts])
+    wrong = 0.0
+    for case in itertools.product(*cases):
+        test = Regression(num_steps=STEPS)
+        if max(test.add(window) for window, _ in case) >= ALARM:
+            wrong += math.prod(part for _, part in case)
+    assert wrong <= FALSE_ALARM * (1 + 1e-9)
 
 
-def test_a_window_in_which_one_of_the_two_has_no_request_says_nothing() -> None:
-    for version, stable in ((Tally(0, 9), Tally()), (Tally(), Tally(3, 1))):
-        assert not weigh(version, stable, known=Tally()).any()
+def chance(na: int, nb: int, ka: int, k: int) -> float:
+    return math.comb(na, ka) * math.comb(nb, k - ka) / math.comb(na + nb, k)
 
 
-def test_without_evidence_the_e_value_is_one_and_with_very_much_it_is_finite() -> None:
-    assert e_value([], num_steps=1) == pytest.approx(1.0)
-    assert e_value([no_evidence()], num_steps=10) == pytest.approx(1.0)
-    assert 100 < e_value([no_evidence() + 1e6], num_steps=2) < math.inf
-    assert e_value([no_evidence() - 1e6], num_steps=2) == pytest.approx(0.5)
+def test_what_may_be_given_to_chance_is_given_nearly_all() -> None:
+    """One window of very many requests: the first bound is the quantile of the normal distribution."""
+    for failed, is_enough in ((5175, True), (5105, False)):
+        test = Regression(num_steps=1)
+        window = Weighed(0, Tally(50_000 - failed, failed), Tally(40_000 + failed, 10_000 - failed))
+        assert (test.add(window) >= ALARM) == is_enough
+
+
+def test_windows_without_failures_say_nothing_and_very_many_are_told_in_finite_numbers() -> None:
+    test = Regression(num_steps=2)
+    assert 0 < test.add(Weighed(0, Tally(10), Tally(90))) < ALARM
+    assert ALARM <= test.add(Weighed(1, Tally(0, 10**7), Tally(10**7, 0))) < math.inf
+    assert test.add(Weighed(1, Tally(10**7), Tally(0, 10**7))) >= ALARM, "what was enough once is enough"
