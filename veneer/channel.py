@@ -15,11 +15,11 @@ from veneer.errors import InvalidArgumentError, Violation
 from veneer.statuses import error_of
 
 # Calls whose effect is the same when they run twice, by service: some only under a request_id, which the clients send with each.
-# gRPC retries them on UNAVAILABLE, and only before the first message of the answer.
+# gRPC retries them on UNAVAILABLE, and only before the first message of the answer. No upload is among them: gRPC 1.85 ends the
+# process when a plane is away in the middle of one ("ILLEGAL STATE: FORWARDED_BATCH"); the client sends it again itself.
 _REPEATABLE: dict[str, tuple[str, ...]] = {
     "veneer.controlplane.v1.BaseService": ("RegisterBase", "ListBases"),
     "veneer.controlplane.v1.CatalogService": (
-        "Publish",
         "GetAdapter",
         "ListAdapters",
         "ListVersions",

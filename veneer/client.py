@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -35,7 +35,7 @@ ADAPTER_KEY_HEADER = "x-veneer-adapter-key"
 """Metadata that names the adapter of a request, for proxies that choose a data plane by a hash of it."""
 
 _PART_BYTES = 1 << 20
-_PUBLISH_ATTEMPTS = 4
+_PUBLISH_PAUSES_S = 0.1, 0.5, 2.0  # before an upload is sent again
 _GENERATE_ATTEMPTS = 3  # data planes that are tried
 _ANSWER_LOST = "Internal error from Core"
 """What grpc.aio puts in the answer's place when a write fails a moment before the answer is read. The upload is sent again under
@@ -228,6 +228,7 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
             InvalidArgumentError: A file is missing, or the service refused the files or the signature; its violations list every
                 fault.
             FailedPreconditionError: The tenant trusts nobody who signed it, or requires a signature and there is none.
+            UnavailableError: The plane is away and was not back after three more uploads under the same identifier.
             VeneerError: As the service said.
         """
         paths = [(file, folder / name) for file, name in _FILES]
@@ -239,14 +240,12 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
             probe=probe, signature=read_signature(folder, signature), **origin.fields(),
         )  # fmt: skip
         total = sum(path.stat().st_size for _, path in paths)
-        with typed_errors():
-            for _ in range(_PUBLISH_ATTEMPTS - 1):
-                try:
-                    return await self._send(header, paths, total=total, progress=progress, timeout_s=timeout_s)
-                except grpc.aio.AioRpcError as error:
-                    if error.details() != _ANSWER_LOST:
-                        raise
-            return await self._send(header, paths, total=total, progress=progress, timeout_s=timeout_s)
+        for pause_s in _PUBLISH_PAUSES_S:
+            try:
+                return await self._send(header, paths, total=total, progress=progress, timeout_s=timeout_s)
+            except UnavailableError as error:
+                await asyncio.sleep(max(pause_s, error.retry_after_s or 0.0))
+        return await self._send(header, paths, total=total, progress=progress, timeout_s=timeout_s)
 
     async def _send(
         self,
@@ -275,7 +274,7 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
         except BaseException:
             call.cancel()
             raise
-        return await call
+        return await _answer(call)
 
     async def adapters(self) -> list[catalog_pb2.Adapter]:
         """The tenant's adapters by name, with their aliases."""
@@ -317,6 +316,16 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
         """Withdraws a grant."""
         request = tenants_pb2.RevokeGrantRequest(adapter=adapter, grantee=grantee, request_id=identified(request_id))
         await self._ask(self._tenants.RevokeGrant, request)
+
+
+async def _answer(upload: Awaitable[catalog_pb2.PublishResponse]) -> catalog_pb2.PublishResponse:
+    with typed_errors():
+        try:
+            return await upload
+        except grpc.aio.AioRpcError as error:
+            if error.details() == _ANSWER_LOST:
+                raise UnavailableError("the answer to the upload was lost") from error
+            raise
 
 
 def _adapter_ref(adapter: str, owner: str, *, alias: str | None, version: str | None) -> generation_pb2.AdapterRef:

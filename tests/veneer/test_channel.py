@@ -35,6 +35,7 @@ FILES: list[FileDescriptor] = [
     )
 ]
 NEVER_REPEATED = {
+    "CatalogService/Publish",  # the client sends it again itself
     "NodeService/CreateEnrollmentToken",
     "NodeService/EnrollNode",
     "NodeService/RotateNodeKey",

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from veneer import client as client_module
 from veneer.access import Identity, Rule, method_names
 from veneer.client import CONFIG_NAME, WEIGHTS_NAME, Client, Event
 from veneer.controlplane.v1 import catalog_pb2, catalog_pb2_grpc, tenants_pb2, tenants_pb2_grpc
@@ -60,6 +61,7 @@ class Catalog(catalog_pb2_grpc.CatalogServiceServicer):
         self.received: dict[int, bytes] = {}
         self.headers: list[catalog_pb2.PublishHeader] = []
         self.refuse_after: int | None = None
+        self.away: list[UnavailableError] = []
         self.calls: list[str] = []
         self.request_ids: list[str] = []
         self.error: Exception | None = None
@@ -71,6 +73,8 @@ class Catalog(catalog_pb2_grpc.CatalogServiceServicer):
                 self.headers.append(request.header)
                 continue
             parts += 1
+            if self.away:
+                raise self.away.pop()
             assert len(request.part.data) <= 1 << 20
             self.received[request.part.file] = self.received.get(request.part.file, b"") + request.part.data
             if parts == self.refuse_after:
@@ -329,18 +333,38 @@ async def test_a_publish_whose_answer_was_lost_is_sent_again_under_its_identifie
 ) -> None:
     metadata = grpc.aio.Metadata()
     lost = [grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, details="Internal error from Core")]
-    send = client._send
+    answer = client_module._answer
 
-    async def lose_first(*parts: Any, **more: Any) -> Any:
-        answer = await send(*parts, **more)
-        if lost:
+    async def lose_first(upload: Any) -> Any:
+        async def first() -> Any:
+            await upload
             raise lost.pop()
-        return answer
 
-    monkeypatch.setattr(client, "_send", lose_first)
+        return await answer(first() if lost else upload)
+
+    monkeypatch.setattr(client_module, "_answer", lose_first)
     await client.publish(folder, adapter="tone", base="smol")
     first, second = catalog.headers
     assert first.request_id == second.request_id
+
+
+async def test_a_large_upload_to_a_plane_that_goes_away_is_sent_again_under_its_identifier(
+    client: Client, catalog: Catalog, folder: Path
+) -> None:
+    (folder / WEIGHTS_NAME).write_bytes(bytes(3 << 20))  # more than gRPC keeps to send again by itself
+    catalog.away = [UnavailableError("restarts", retry_after_s=0.05), UnavailableError("goes away")]
+    assert (await client.publish(folder, adapter="tone", base="smol")).version.number == 3
+    assert len(catalog.headers) == 3
+    assert len({header.request_id for header in catalog.headers}) == 1
+    assert len(catalog.received[catalog_pb2.ADAPTER_FILE_WEIGHTS]) == 3 << 20
+
+
+async def test_an_upload_to_a_plane_that_stays_away_ends_with_its_error(client: Client, catalog: Catalog, folder: Path) -> None:
+    (folder / WEIGHTS_NAME).write_bytes(bytes(3 << 20))
+    catalog.away = [UnavailableError("is away") for _ in range(9)]
+    with pytest.raises(UnavailableError):  # what it said, or that its answer was lost
+        await client.publish(folder, adapter="tone", base="smol")
+    assert len(catalog.headers) == 4
 
 
 async def test_missing_files_are_all_named_before_anything_is_sent(client: Client, catalog: Catalog, tmp_path: Path) -> None:
