@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import Row, func, select, update
@@ -23,6 +24,8 @@ from veneer.errors import AbortedError, FailedPreconditionError, InvalidArgument
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 _WHOLE = 1
 """Weight of the only arm."""
+_MOST_JUDGED = 32
+"""Earlier versions that a roll-back looks at for one whose signature is allowed."""
 _NO_ALIAS = "there is no such alias"
 _Choose = Callable[[AsyncConnection, Alias | None], Awaitable[Sequence[Arm]]]
 """Arms to move an alias to, given what it is now."""
@@ -326,7 +329,8 @@ async def _last_whole(connection: AsyncConnection, owner: str, history: Sequence
     num_arms = Counter(row.generation for row in history)
     now = present.arms[0].version if len(present.arms) == 1 else None
     whole = (row for row in history if num_arms[row.generation] == 1 and row.version != now and row.state == READY)
-    for version in dict.fromkeys(str(row.version) for row in whole):
+    for version in islice(dict.fromkeys(str(row.version) for row in whole), _MOST_JUDGED):
         if not await why_untrusted(connection, owner, [version]):
             return version
-    raise FailedPreconditionError("the alias has no earlier good version to go back to; set the alias instead")
+    fault = f"the alias has no earlier good version to go back to (of the last {_MOST_JUDGED}); set the alias instead"
+    raise FailedPreconditionError(fault)

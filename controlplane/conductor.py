@@ -115,7 +115,7 @@ async def _conduct(connection: AsyncConnection, canary: Canary) -> str | None:
     if states.get(canary.version) != READY:
         return await _roll_back(connection, canary, f"the version is {states.get(canary.version, 'gone').lower()}")
     is_due = canary.is_due(await _elapsed_s(connection, canary))
-    weighed = canary.weighed(is_due=is_due)
+    weighed = await asyncio.to_thread(canary.weighed, is_due=is_due)
     if weighed != canary:
         await keep_progress(connection, weighed)
     match weighed.next_move(is_due=is_due):

@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import text as text_of
 from sqlalchemy.exc import ProgrammingError
 
+from controlplane import aliases
 from controlplane.db import Scope
 from tests.fixtures.controlplane import AUDITOR, CALLER, PUBLISHER, Client, World, adapter_files, refused
 from tests.fixtures.signing import Authority, Signer
@@ -191,7 +192,9 @@ async def test_every_change_of_trust_is_in_the_feed_and_none_where_nothing_chang
     assert [(one.kind, one.tenant, one.version) for one in seen] == [(nodes_pb2.CHANGE_KIND_TRUST, "acme", "")] * 3
 
 
-async def test_no_alias_moves_to_what_no_data_plane_would_load(world: World, acme: Client) -> None:
+async def test_no_alias_moves_to_what_no_data_plane_would_load(
+    world: World, acme: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     signer = Signer()
     await trust(acme, signer.pem)
     signatures = [signer.sign(files_of(0)), b"", signer.sign(files_of(2))]
@@ -210,6 +213,10 @@ async def test_no_alias_moves_to_what_no_data_plane_would_load(world: World, acm
         code, text = await refused(call)
         assert (code, bare in text, "is missing" in text) == (grpc.StatusCode.FAILED_PRECONDITION, True, True), text
 
+    with monkeypatch.context() as patch:
+        patch.setattr(aliases, "_MOST_JUDGED", 1)
+        code, text = await refused(acme.catalog.Rollback(catalog_pb2.RollbackRequest(adapter="style")))
+        assert (code, "of the last 1" in text) == (grpc.StatusCode.FAILED_PRECONDITION, True)
     rolled = (await acme.catalog.Rollback(catalog_pb2.RollbackRequest(adapter="style"))).alias
     assert [arm.version for arm in rolled.arms] == [signed], "the one before the unsigned one"
     await ask(acme, OFF)
