@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from controlplane.aliases import compare_generation, move, present_alias
+from controlplane.aliases import check_servable, compare_generation, move, present_alias
 from controlplane.answers import (
     Request,
     alias_from_json,
@@ -87,6 +87,7 @@ async def complete_publish(database: Database, request: Request, waiting: Publis
             alias_now = await present_alias(connection, owner, version.adapter, alias)
             if not (if_absent and alias_now is not None):
                 _compare(alias_now, waiting)
+                await check_servable(connection, owner, version.adapter, [version.digest])
                 moved = await move(connection, owner, version.adapter, alias, arms=[Arm(version.digest, 1)])
         published = Published(present, moved)
         await complete(connection, request, answer_of(published))

@@ -12,7 +12,7 @@ from controlplane.catalog import find_version
 from controlplane.db import Scope
 from controlplane.probe_report import ProbeMeasures, judge
 from tests.fixtures.controlplane import Client, World, refused, tiny_base
-from veneer.controlplane.v1 import catalog_pb2, nodes_pb2, tenants_pb2
+from veneer.controlplane.v1 import catalog_pb2, nodes_pb2, signatures_pb2, tenants_pb2
 
 GOOD = {
     "finite": True,
@@ -282,6 +282,41 @@ async def test_a_version_retired_while_it_is_probed_moves_nothing(world: World, 
     code, message = await refused(publishing)
     assert (code, "is retired" in message) == (grpc.StatusCode.FAILED_PRECONDITION, True)
     assert await aliases(acme) == []
+
+
+async def test_no_alias_moves_to_what_is_not_signed_as_its_owner_asks_once_its_probe_is_over(world: World, acme: Client) -> None:
+    async def ask(policy: int) -> None:
+        await acme.signatures.SetSignaturePolicy(signatures_pb2.SetSignaturePolicyRequest(policy=policy))
+
+    await world.publish(acme, seed=2)
+    publishing = publish(world, acme, alias="stable")
+    version = await asked(acme, number=2)
+    before = await aliases(acme)
+    await ask(signatures_pb2.SIGNATURE_POLICY_REQUIRE)
+    await do(await world.node(), version)
+    for call in (publishing, publish(world, acme, alias="stable")):
+        code, message = await refused(call)
+        assert (code, "is not signed as its owner asks" in message) == (grpc.StatusCode.FAILED_PRECONDITION, True), message
+        assert await aliases(acme) == before
+    await ask(signatures_pb2.SIGNATURE_POLICY_OFF)
+    assert (await publish(world, acme, alias="stable")).alias.arms[0].version == version
+
+
+async def test_a_frozen_alias_does_not_move_when_a_probe_is_over(world: World, acme: Client) -> None:
+    async def freeze(*, frozen: bool) -> None:
+        await acme.catalog.FreezeAlias(catalog_pb2.FreezeAliasRequest(adapter="style", frozen=frozen))
+
+    await world.publish(acme, seed=2)
+    publishing = publish(world, acme, alias="stable")
+    version = await asked(acme, number=2)
+    before = await aliases(acme)
+    await freeze(frozen=True)
+    await do(await world.node(), version)
+    code, message = await refused(publishing)
+    assert (code, "frozen" in message) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+    assert await aliases(acme) == before
+    await freeze(frozen=False)
+    assert (await publish(world, acme, alias="stable")).alias.arms[0].version == version
 
 
 def test_no_difference_from_the_base_and_no_samples_are_warnings() -> None:
