@@ -25,6 +25,7 @@ class ReleaseCalls(Connection):
         *,
         alias: str = "",
         expected_generation: int | None = None,
+        dry_run: bool = False,
         request_id: str = "",
     ) -> catalog_pb2.Alias:
         """Points an alias at one version or at a weighted split.
@@ -34,6 +35,7 @@ class ReleaseCalls(Connection):
             arms: Weight by version digest.
             alias: Name of the alias; empty is the default one.
             expected_generation: Move only if it is still this one; None moves in any case.
+            dry_run: Does nothing but say what would be done.
             request_id: Identifies this move: the same again is done once and answered the same. Empty makes one.
 
         Raises:
@@ -44,6 +46,7 @@ class ReleaseCalls(Connection):
             alias=alias,
             arms=[catalog_pb2.Arm(version=version, weight=weight) for version, weight in arms.items()],
             expected_generation=expected_generation,
+            dry_run=dry_run,
             request_id=identified(request_id),
         )
         response = await self._ask(self._catalog.SetAlias, request)
@@ -56,6 +59,7 @@ class ReleaseCalls(Connection):
         alias: str = "",
         version: str = "",
         expected_generation: int | None = None,
+        dry_run: bool = False,
         request_id: str = "",
     ) -> catalog_pb2.Alias:
         """Points an alias back at the version that it served alone before its last move, or at a named earlier one."""
@@ -64,14 +68,17 @@ class ReleaseCalls(Connection):
             alias=alias,
             version=version,
             expected_generation=expected_generation,
+            dry_run=dry_run,
             request_id=identified(request_id),
         )
         response = await self._ask(self._catalog.Rollback, request)
         return typed(catalog_pb2.Alias, response.alias)
 
-    async def retire(self, adapter: str, version: str, *, request_id: str = "") -> catalog_pb2.Version:
+    async def retire(self, adapter: str, version: str, *, dry_run: bool = False, request_id: str = "") -> catalog_pb2.Version:
         """Ends a version; running requests finish on it."""
-        request = catalog_pb2.RetireVersionRequest(adapter=adapter, version=version, request_id=identified(request_id))
+        request = catalog_pb2.RetireVersionRequest(
+            adapter=adapter, version=version, dry_run=dry_run, request_id=identified(request_id)
+        )
         response = await self._ask(self._catalog.RetireVersion, request)
         return typed(catalog_pb2.Version, response.version)
 
@@ -82,12 +89,19 @@ class ReleaseCalls(Connection):
         alias: str = "",
         source: str = "",
         version: str = "",
+        expected_generation: int | None = None,
         dry_run: bool = False,
         request_id: str = "",
     ) -> catalog_pb2.Alias:
         """Gives all of an alias's traffic to the version that the alias `source` serves, or to one of its own arms."""
         request = catalog_pb2.PromoteRequest(
-            adapter=adapter, alias=alias, source=source, version=version, dry_run=dry_run, request_id=identified(request_id)
+            adapter=adapter,
+            alias=alias,
+            source=source,
+            version=version,
+            expected_generation=expected_generation,
+            dry_run=dry_run,
+            request_id=identified(request_id),
         )
         response = await self._ask(self._catalog.Promote, request)
         return typed(catalog_pb2.Alias, response.alias)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
+import re
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -383,6 +385,16 @@ async def test_a_split_and_the_expected_generation_travel(client: Client) -> Non
     alias = await client.set_alias("tone", {"a" * 64: 9, "b" * 64: 1}, alias="beta", expected_generation=0)
     assert (alias.name, alias.generation, [arm.weight for arm in alias.arms]) == ("beta", 1, [9, 1])
     assert (await client.set_alias("tone", {"a" * 64: 1})).generation == 99
+
+
+def test_whatever_a_write_of_the_catalogue_offers_its_method_offers() -> None:
+    shared = {"dry_run", "expected_generation", "request_id", "force"}
+    for rpc in catalog_pb2.DESCRIPTOR.services_by_name["CatalogService"].methods:
+        offered = shared & set(rpc.input_type.fields_by_name)
+        name = {"RetireVersion": "retire", "FreezeAlias": "freeze"}.get(
+            rpc.name, re.sub(r"(?<!^)(?=[A-Z])", "_", rpc.name).lower()
+        )
+        assert not offered or offered <= set(inspect.signature(getattr(Client, name)).parameters), rpc.name
 
 
 @pytest.mark.parametrize("call", ["adapter", "rollback"])

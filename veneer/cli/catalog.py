@@ -143,11 +143,12 @@ def alias(
     *,
     alias: AliasName = "stable",
     expected: Expected = None,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Point an alias at one version."""
-    moved = _set_alias(context.obj, adapter, [(version, 1)], alias=alias, expected=expected)
-    print_json(moved) if json else say(_alias_text(moved))
+    moved = _set_alias(context.obj, adapter, [(version, 1)], alias=alias, expected=expected, dry_run=dry_run)
+    print_json(moved) if json else say(_alias_text(moved, dry_run=dry_run))
 
 
 def split(
@@ -157,11 +158,12 @@ def split(
     *,
     alias: AliasName = "stable",
     expected: Expected = None,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Split an alias's traffic over versions by weight; a unit (`generate --unit`) always gets the same arm."""
-    moved = _set_alias(context.obj, adapter, [_read_arm(arm) for arm in arms], alias=alias, expected=expected)
-    print_json(moved) if json else say(_alias_text(moved))
+    moved = _set_alias(context.obj, adapter, list(map(_read_arm, arms)), alias=alias, expected=expected, dry_run=dry_run)
+    print_json(moved) if json else say(_alias_text(moved, dry_run=dry_run))
 
 
 def rollback(
@@ -171,6 +173,7 @@ def rollback(
     to: Annotated[str, typer.Option(help=f"{_VERSION_HELP} Else the one that it served alone before its last move.")] = "",
     alias: AliasName = "stable",
     expected: Expected = None,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """Point an alias back at the version that it served before."""
@@ -179,10 +182,10 @@ def rollback(
     async def run() -> catalog_pb2.Alias:
         async with target.client() as client:
             version = (await find_versions(client, adapter, [to]))[0] if to else ""
-            return await client.rollback(adapter, alias=alias, version=version, expected_generation=expected)
+            return await client.rollback(adapter, alias=alias, version=version, expected_generation=expected, dry_run=dry_run)
 
     moved = asyncio.run(run())
-    print_json(moved) if json else say(f"rolled back: {_alias_text(moved)}")
+    print_json(moved) if json else say(f"{'would be ' if dry_run else ''}rolled back: {_alias_text(moved)}")
 
 
 def retire(
@@ -190,6 +193,7 @@ def retire(
     adapter: AdapterName,
     version: Annotated[str, typer.Argument(help=_VERSION_HELP)],
     *,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
     """End a version: nothing new is admitted to it, running requests finish on it."""
@@ -198,10 +202,11 @@ def retire(
     async def run() -> catalog_pb2.Version:
         async with target.client() as client:
             [digest] = await find_versions(client, adapter, [version])
-            return await client.retire(adapter, digest)
+            return await client.retire(adapter, digest, dry_run=dry_run)
 
     retired = asyncio.run(run())
-    print_json(retired) if json else say(f"retired {retired.adapter} version {retired.number}")
+    done = "would retire" if dry_run else "retired"
+    print_json(retired) if json else say(f"{done} {retired.adapter} version {retired.number}")
 
 
 def promote(
@@ -211,6 +216,7 @@ def promote(
     source: Annotated[str, typer.Option("--from", help="Alias whose version is promoted, e.g. `canary`.")] = "",
     version: Annotated[str, typer.Option(help=f"{_VERSION_HELP} An arm of the alias.")] = "",
     alias: AliasName = "stable",
+    expected: Expected = None,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
@@ -220,7 +226,9 @@ def promote(
     async def run() -> catalog_pb2.Alias:
         async with target.client() as client:
             digest = (await find_versions(client, adapter, [version]))[0] if version else ""
-            return await client.promote(adapter, alias=alias, source=source, version=digest, dry_run=dry_run)
+            return await client.promote(
+                adapter, alias=alias, source=source, version=digest, expected_generation=expected, dry_run=dry_run
+            )
 
     moved = asyncio.run(run())
     print_json(moved) if json else say(f"{'would be ' if dry_run else ''}promoted: {_alias_text(moved)}")
@@ -279,7 +287,7 @@ def _freeze(target: Target, adapter: str, *, alias: str, frozen: bool) -> catalo
 
 
 def _set_alias(
-    target: Target, adapter: str, arms: list[tuple[str, int]], *, alias: str, expected: int | None
+    target: Target, adapter: str, arms: list[tuple[str, int]], *, alias: str, expected: int | None, dry_run: bool
 ) -> catalog_pb2.Alias:
     async def run() -> catalog_pb2.Alias:
         async with target.client() as client:
@@ -287,7 +295,7 @@ def _set_alias(
             weights = dict(zip(digests, (weight for _, weight in arms), strict=True))
             if len(weights) < len(arms):
                 raise InvalidArgumentError.of([Violation("arms", "a version is named twice")])
-            return await client.set_alias(adapter, weights, alias=alias, expected_generation=expected)
+            return await client.set_alias(adapter, weights, alias=alias, expected_generation=expected, dry_run=dry_run)
 
     return asyncio.run(run())
 
@@ -339,7 +347,7 @@ def _read_arm(arm: str) -> tuple[str, int]:
     return version, int(weight)
 
 
-def _alias_text(alias: catalog_pb2.Alias) -> str:
+def _alias_text(alias: catalog_pb2.Alias, *, dry_run: bool = False) -> str:
     total = sum(arm.weight for arm in alias.arms)
     arms = ", ".join(f"{short(arm.version)} {100 * arm.weight / total:.4g} %" for arm in alias.arms)
-    return f"{alias.name} → {arms} (generation {alias.generation})"
+    return f"{alias.name} {'would be ' if dry_run else ''}→ {arms} (generation {alias.generation})"

@@ -91,7 +91,9 @@ def test_what_a_write_did_is_told_as_json(veneer: Run, make_folder: Callable[[in
     for seed in (41, 42):
         ok(veneer("publish", make_folder(seed), "--adapter", "spoken"))
     second, first = (one["digest"] for one in told("versions", "spoken"))
-    assert told("alias", "spoken", 2)["arms"] == [{"version": second, "weight": 1}]
+    for write in (("alias", 2), ("split", "1=1", "2=1"), ("rollback", "--to", 1), ("promote", "--version", 1), ("retire", 2)):
+        told(write[0], "spoken", *write[1:], "--dry-run")
+    assert told("alias", "spoken", 2, "--expect", 1)["arms"] == [{"version": second, "weight": 1}]
     assert [one["weight"] for one in told("split", "spoken", "1=3", "2=1")["arms"]] == [3, 1]
     assert told("promote", "spoken", "--version", 2)["arms"] == [{"version": second, "weight": 1}]
     assert told("rollback", "spoken", "--to", 1)["arms"] == [{"version": first, "weight": 1}]
