@@ -84,6 +84,28 @@ async def _retire(world: World, owner: Client, name: str) -> Callable[[], Awaita
     return lambda: owner.catalog.RetireVersion(request)
 
 
+async def _promote(world: World, owner: Client, name: str) -> Callable[[], Awaitable[Any]]:
+    first, arms = await _version(world, owner), [catalog_pb2.Arm(weight=1), catalog_pb2.Arm(weight=9)]
+    listed = await owner.catalog.ListVersions(catalog_pb2.ListVersionsRequest(adapter="style"))
+    for arm, version in zip(arms, listed.versions, strict=True):
+        arm.version = version.digest
+    await owner.catalog.SetAlias(catalog_pb2.SetAliasRequest(adapter="style", arms=arms))
+    request = catalog_pb2.PromoteRequest(adapter="style", version=first, request_id=name)
+    return lambda: owner.catalog.Promote(request)
+
+
+async def _freeze(world: World, owner: Client, name: str) -> Callable[[], Awaitable[Any]]:
+    await _version(world, owner)
+    request = catalog_pb2.FreezeAliasRequest(adapter="style", frozen=True, request_id=name)
+    return lambda: owner.catalog.FreezeAlias(request)
+
+
+async def _delete_adapter(world: World, owner: Client, name: str) -> Callable[[], Awaitable[Any]]:
+    await _version(world, owner)
+    request = catalog_pb2.DeleteAdapterRequest(adapter="style", force=True, request_id=name)
+    return lambda: owner.catalog.DeleteAdapter(request)
+
+
 WRITES: list[Write] = [
     _create_tenant,
     _set_limits,
@@ -95,6 +117,9 @@ WRITES: list[Write] = [
     _create_grant,
     _revoke_grant,
     _retire,
+    _promote,
+    _freeze,
+    _delete_adapter,
 ]
 
 
@@ -108,6 +133,20 @@ async def test_a_write_that_comes_again_is_answered_the_same_and_done_once(world
     answers = await asyncio.gather(*(call() for _ in range(3)))
     assert answers == [first] * 3
     assert await world.operator.tenants.ListAudit(told) == before
+
+
+async def test_a_write_is_answered_as_it_was_after_its_adapter_is_gone_and_came_back(world: World) -> None:
+    owner = await world.tenant("acme")
+    frozen = catalog_pb2.FreezeAliasRequest(adapter="style", frozen=True, request_id="frozen")
+    writes = [await _promote(world, owner, "promoted"), lambda: owner.catalog.FreezeAlias(frozen)]
+    answers = [await call() for call in writes]
+    await owner.catalog.FreezeAlias(catalog_pb2.FreezeAliasRequest(adapter="style"))
+    await owner.catalog.DeleteAdapter(catalog_pb2.DeleteAdapterRequest(adapter="style", force=True))
+    assert [await call() for call in writes] == answers
+    again = (await world.publish(owner, seed=5)).alias
+    assert [await call() for call in writes] == answers
+    adapter = (await owner.catalog.GetAdapter(catalog_pb2.GetAdapterRequest(adapter="style"))).adapter
+    assert list(adapter.aliases) == [again]
 
 
 async def test_one_identifier_is_for_one_write(world: World) -> None:
