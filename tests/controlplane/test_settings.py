@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
+from veneer.artifact import Limits
 
 
 def test_each_role_has_its_own_user_and_password_in_the_address() -> None:
@@ -48,3 +49,8 @@ def test_no_secret_shows_when_settings_are_printed() -> None:
 def test_settings_that_do_not_fit_together_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         Settings(**fields)
+
+
+def test_the_check_on_a_publishers_machine_allows_what_the_service_allows_by_default() -> None:
+    names = ("max_config_bytes", "max_weights_bytes", "max_rank", "max_tensors")
+    assert Limits(**{name: Settings.model_fields[name].default for name in names}) == Limits()
