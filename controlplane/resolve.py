@@ -238,7 +238,8 @@ class Resolver:
             )
             for row in rows
         )
-        salt = self._vault.split_salt(owner, reference.adapter, alias) if len(arms) > 1 else b""
+        versions = [arm.digest for arm in arms]
+        salt = self._vault.split_salt(owner, reference.adapter, alias, versions) if len(arms) > 1 else b""
         return Resolution(
             owner=owner, adapter=reference.adapter, alias=alias, generation=rows[0].generation, arms=arms, split_salt=salt
         )

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from controlplane.settings import Settings
@@ -56,9 +56,13 @@ class Vault:
         """Secret of a tenant that data planes mix into every cache key; 32 bytes."""
         return self._derive("cache-salt", tenant.encode())
 
-    def split_salt(self, owner: str, adapter: str, alias: str) -> bytes:
-        """Secret of an alias by which data planes draw a unit's arm; 32 bytes. It does not change with the alias's moves."""
-        return self._derive("split-salt", owner.encode(), adapter.encode(), alias.encode())
+    def split_salt(self, owner: str, adapter: str, alias: str, versions: Iterable[str]) -> bytes:
+        """Secret of one experiment, an alias's split between these versions, by which data planes draw a unit's arm; 32 bytes.
+
+        It stays while their weights change, so that only the units move that must; another set of versions draws afresh.
+        """
+        digests = (version.encode() for version in sorted(versions))
+        return self._derive("split-salt", owner.encode(), adapter.encode(), alias.encode(), *digests)
 
     def key_secret(self, tenant: str, nonce: bytes) -> str:
         """Credential of a tenant that a nonce of 256 random bits gives, and nothing without the pepper."""

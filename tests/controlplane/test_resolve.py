@@ -101,17 +101,26 @@ async def test_the_base_is_resolved_to_nothing(scene: Scene) -> None:
     assert response.resolution == nodes_pb2.Resolution()
 
 
-async def test_a_split_has_a_salt_that_is_its_aliases_own_and_stays(scene: Scene) -> None:
-    async def split(alias: str) -> bytes:
-        arms = [catalog_pb2.Arm(version=scene.one, weight=3), catalog_pb2.Arm(version=scene.two, weight=1)]
+async def test_a_split_has_a_salt_that_stays_while_weights_change_and_is_another_for_other_versions(
+    world: World, scene: Scene
+) -> None:
+    third = (await world.publish(scene.acme, seed=3)).version.digest
+
+    async def split(alias: str, **weights: int) -> bytes:
+        digests = {"one": scene.one, "two": scene.two, "third": third}
+        arms = [catalog_pb2.Arm(version=digests[name], weight=weight) for name, weight in weights.items()]
         await scene.acme.catalog.SetAlias(catalog_pb2.SetAliasRequest(adapter="style", alias=alias, arms=arms))
         resolution = (await scene.resolve(scene.acme, alias=alias)).resolution
-        assert [(arm.digest, arm.weight) for arm in resolution.arms] == [(scene.one, 3), (scene.two, 1)]
+        assert [(arm.digest, arm.weight) for arm in resolution.arms] == [(arm.version, arm.weight) for arm in arms]
         return resolution.split_salt
 
-    stable, canary, again = await split("stable"), await split("canary"), await split("stable")
-    assert len(stable) == 32
-    assert stable == again != canary
+    first = await split("stable", one=3, two=1)
+    assert len(first) == 32
+    assert await split("stable", one=1, two=3) == first
+    others = [await split("canary", one=3, two=1), await split("stable", one=3, third=1)]
+    others.append(await split("stable", one=3, two=1, third=1))
+    assert len({first, *others}) == 4
+    assert await split("stable", one=3, two=1) == first
 
 
 async def test_the_caller_is_described_by_its_key_and_tenant(world: World, scene: Scene) -> None:

@@ -34,9 +34,12 @@ def test_no_two_derivations_agree() -> None:
     derived = [
         vault.cache_salt("acme"),
         vault.cache_salt("acme2"),
-        vault.split_salt("acme", "a", "b"),
-        vault.split_salt("acme", "ab", ""),
-        vault.split_salt("acmea", "", "b"),
+        vault.split_salt("acme", "a", "b", ["c", "d"]),
+        vault.split_salt("acme", "a", "b", ["c", "e"]),
+        vault.split_salt("acme", "a", "b", ["cd", ""]),
+        vault.split_salt("acme", "a", "b", ["c", "d", "e"]),
+        vault.split_salt("acme", "ab", "", ["c", "d"]),
+        vault.split_salt("acmea", "", "b", ["c", "d"]),
         vault.sign("acme", b""),
         vault.sign("cache-salt", b"acme"),
         vault.key_hash(b"acme"),
@@ -45,6 +48,7 @@ def test_no_two_derivations_agree() -> None:
     assert len(set(derived)) == len(derived)
     assert {len(one) for one in derived} == {32}
     assert vault.cache_salt("acme") == Vault(PEPPER).cache_salt("acme")
+    assert vault.split_salt("acme", "a", "b", ["d", "c"]) == vault.split_salt("acme", "a", "b", ["c", "d"])
 
 
 def test_a_short_pepper_is_refused() -> None:
