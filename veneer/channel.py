@@ -15,8 +15,7 @@ from veneer.errors import InvalidArgumentError, Violation
 from veneer.statuses import error_of
 
 # Calls whose effect is the same when they run twice, by service: some only under a request_id, which the clients send with each.
-# gRPC retries them on UNAVAILABLE, and only before the first message of the answer. No upload is among them: gRPC 1.85 ends the
-# process when a plane is away in the middle of one ("ILLEGAL STATE: FORWARDED_BATCH"); the client sends it again itself.
+# gRPC retries them on UNAVAILABLE, and only before the first message of the answer. No upload is among them: see `open_channel`.
 _REPEATABLE: dict[str, tuple[str, ...]] = {
     "veneer.controlplane.v1.BaseService": ("RegisterBase", "ListBases"),
     "veneer.controlplane.v1.CatalogService": (
@@ -125,7 +124,9 @@ def open_channel(address: str, *, tls: ClientTls | None, retries: bool = True) -
     Args:
         address: Where to, `host:port`.
         tls: Transport security; None is plaintext.
-        retries: Whether gRPC repeats calls there; not where the caller has other places to try first.
+        retries: Whether gRPC repeats calls there; not where the caller has other places to try first, and never for uploads: gRPC
+            1.85 ends the process when it repeats one ("ILLEGAL STATE: FORWARDED_BATCH"), which it does without a policy too, as
+            after a GOAWAY that left the call out.
 
     Raises:
         InvalidArgumentError: A TLS file cannot be read.

@@ -17,7 +17,7 @@ import grpc
 from veneer.canary_calls import CanaryCalls
 from veneer.channel import ClientTls, is_header_text, typed_errors
 from veneer.connection import identified, typed
-from veneer.controlplane.v1 import catalog_pb2, placement_pb2, placement_pb2_grpc, tenants_pb2
+from veneer.controlplane.v1 import catalog_pb2, catalog_pb2_grpc, placement_pb2, placement_pb2_grpc, tenants_pb2
 from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, Violation
 from veneer.locations import Location, Locations
@@ -258,7 +258,10 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
     ) -> catalog_pb2.PublishResponse:
         """Sends one upload and returns its answer, which may come before all is sent."""
         sent = 0
-        call = self._catalog.Publish(timeout=timeout_s, metadata=self._metadata)
+        stub: catalog_pb2_grpc.CatalogServiceAsyncStub = catalog_pb2_grpc.CatalogServiceStub(
+            self._channel("control", retries=False)
+        )
+        call = stub.Publish(timeout=timeout_s, metadata=self._metadata)
         try:
             await call.write(catalog_pb2.PublishRequest(header=header))
             for file, path in paths:

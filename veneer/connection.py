@@ -38,7 +38,7 @@ class Connection:
         self._metadata = bearer(key)
         self._tls = tls
         self._timeout_s = timeout_s
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, bool], grpc.aio.Channel] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -52,16 +52,16 @@ class Connection:
         for channel in channels.values():
             await channel.close()
 
-    def _channel(self, plane: str) -> grpc.aio.Channel:
+    def _channel(self, plane: str, *, retries: bool = True) -> grpc.aio.Channel:
         address = self._addresses[plane]
         if not address:
             raise FailedPreconditionError(f"this client was given no address of the {plane} plane")
-        return self._channel_to(address)
+        return self._channel_to(address, retries=retries)
 
-    def _channel_to(self, address: str, *, retries: bool = True) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = open_channel(address, tls=self._tls, retries=retries)
-        return self._channels[address]
+    def _channel_to(self, address: str, *, retries: bool) -> grpc.aio.Channel:
+        if (address, retries) not in self._channels:
+            self._channels[address, retries] = open_channel(address, tls=self._tls, retries=retries)
+        return self._channels[address, retries]
 
     async def _ask(self, method: Any, request: Any, *, timeout_s: float | None = None) -> Any:
         with typed_errors():
