@@ -91,6 +91,8 @@ _SERVICE_CONFIG = {
 }
 _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", 4 << 20),
+    # A larger request is not retried: room for the largest that planes take (4 MiB) with its metadata; the default is 256 KiB.
+    ("grpc.per_rpc_retry_buffer_size", 5 << 20),
     # A long prefill sends no data: ping, but no oftener than the planes allow (20 s).
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),

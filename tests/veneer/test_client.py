@@ -243,6 +243,12 @@ async def test_unavailable_before_the_first_message_is_tried_again(client: Clien
     assert len(generation.requests) == 2
 
 
+async def test_the_longest_prompt_is_tried_again_too(client: Client, generation: Generation) -> None:
+    generation.scripts = [[UnavailableError("starting")], [SERVED, LAST]]
+    assert len(await collect(client.generate([200_000] * (1 << 20)))) == 4  # as many ids as one may have: 3 MiB
+    assert len(generation.requests) == 2
+
+
 async def test_unavailable_after_the_first_message_is_not_tried_again(client: Client, generation: Generation) -> None:
     generation.scripts = [[SERVED, UnavailableError("gone")], [SERVED, LAST]]
     with pytest.raises(UnavailableError, match="gone"):
