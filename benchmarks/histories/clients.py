@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,7 +47,6 @@ from benchmarks.histories.system import Key
 
 ALIASES = ("stable", "canary")
 _MAX_ATTEMPTS = 5
-_SETTLE_TIMEOUT_S = 120.0
 _RECENT = 6
 """Versions and writes that clients still think of."""
 
@@ -143,16 +143,16 @@ class Client:
             for _ in range(2):
                 await self._do(board, Publish(board.new_digest(self._world.content)), request_id=self._new_id())
 
-    async def settle(self) -> None:
+    async def settle(self, *, timeout_s: float) -> None:
         """Writes once more to each alias until that is known, which ends its canary, and reads everything: the truth at the end.
 
         Raises:
             TimeoutError: The system does not come back.
         """
         for board in self._world.boards:
-            async with asyncio.timeout(_SETTLE_TIMEOUT_S):
-                for alias in ALIASES:
-                    await self._publish_surely(board, alias)
+            deadline = time.monotonic() + timeout_s
+            for alias in ALIASES:
+                await self._publish_surely(board, alias, deadline=deadline)
             for plane in range(len(self.connections)):
                 await self._read_all(board, plane)
                 for alias in ALIASES:
@@ -162,9 +162,11 @@ class Client:
         for key in self._world.spare:
             await self._resolve_as(self._world.boards[0], Resolve("", ALIASES[0]), key, 0)
 
-    async def _publish_surely(self, board: Board, alias: str) -> None:
+    async def _publish_surely(self, board: Board, alias: str, *, deadline: float) -> None:
         last: Outcome | None = None
         while not isinstance(last, Published):
+            if time.monotonic() > deadline:  # not in the middle of a write: every write is noted
+                raise TimeoutError(f"no publish to {alias!r} succeeds: {last}")
             await asyncio.sleep(0.05)
             await self._do(board, Freeze(alias, frozen=False), request_id="")
             what = Publish(board.new_digest(self._world.content), alias)

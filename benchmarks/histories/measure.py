@@ -42,7 +42,7 @@ BUGS: Mapping[str, frozenset[str]] = {
 """Faults that `tests.fixtures.planted_bugs` plants, and the promises of which one must be found broken."""
 _PLANTED_BY = "tests.fixtures.planted_bugs"
 _MAX_TRIES = 4
-_PLANTED = Load(min_calls=MIN_CALLS)
+_PLANTED = Load(min_calls=MIN_CALLS, settle_s=10.0, must_settle=False)
 _PLANTED_KINDS = ("pause", "pause")
 """A pause keeps a transaction open, so that others commit past it."""
 
