@@ -52,9 +52,9 @@ def test_brackets_inside_strings_do_not_count() -> None:
 
 @pytest.mark.parametrize("data", [b'"' + rb"\"" * 500_000, rb'"\\' * 300_000, b'"' * 1_000_001, b"{" + b'"a":[],' * 100_000])
 def test_hostile_strings_take_linear_time(data: bytes) -> None:
-    started = time.process_time()
+    started = time.thread_time()
     assert _parse(data)[0] is None
-    assert time.process_time() - started < 2
+    assert time.thread_time() - started < 20, "it takes half a second, or hours if its time grows with the square"
 
 
 _VALUES = st.recursive(
