@@ -32,11 +32,7 @@ def effects_of(subject: str, operations: Sequence[Operation], order: Sequence[Op
     """Returns the events that operations make whose effects came in an order."""
     moves: dict[str, list[Change]] = {}
     versions: Counter[str] = Counter()
-    state = start
-    for one in order:
-        _, after = step(state, one)
-        assert isinstance(state, AdapterState)
-        assert isinstance(after, AdapterState)
+    for one, state, after in walked(order, start):
         if (state.versions, state.generations) != (after.versions, after.generations):
             if isinstance(one.what, Publish):
                 versions[one.what.digest] += 1
@@ -47,7 +43,6 @@ def effects_of(subject: str, operations: Sequence[Operation], order: Sequence[Op
             for moved in moved_between(state, after):
                 version = moved.arms[0][0] if len(moved.arms) == 1 else ""
                 moves.setdefault(moved.alias, []).append(Change("ALIAS", subject, version, moved.generation))
-        state = after
     return Effects(moves, versions, _changes_of_grants(operations))
 
 
@@ -69,6 +64,17 @@ def _changes_of_grants(operations: Sequence[Operation]) -> tuple[int, int]:
         most += 2 * len(done | {one.request_id or one.id for one in withdrawn if one.outcome is None})
         num_open += 1
     return least, most + num_open
+
+
+def walked(order: Sequence[Operation], start: State) -> Iterator[tuple[Operation, AdapterState, AdapterState]]:
+    """An adapter's operations in an order, each with the states before and after it."""
+    state = start
+    for one in order:
+        _, after = step(state, one)
+        assert isinstance(state, AdapterState)
+        assert isinstance(after, AdapterState)
+        yield one, state, after
+        state = after
 
 
 def moved_between(before: AdapterState, after: AdapterState) -> Iterator[Moved]:

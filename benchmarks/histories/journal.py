@@ -6,11 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from benchmarks.histories.feed import moved_between
+from benchmarks.histories.feed import moved_between, walked
 from benchmarks.histories.history import Entry, Violation
-from benchmarks.histories.model import step
 from benchmarks.histories.records import SERVICE, Moved, Operation
-from benchmarks.histories.state import AdapterState, State
+from benchmarks.histories.state import State
 from veneer.controlplane.v1 import tenants_pb2
 
 _SERVICE_ACTOR = "service"
@@ -44,13 +43,8 @@ def _in_order(arms: Iterable[tuple[int, str, int]]) -> tuple[tuple[str, int], ..
 def check_journal(subject: str, journal: Sequence[Entry], order: Sequence[Operation], start: State) -> list[Violation]:
     """Returns moves of an adapter that its part of the log lacks, or has and should not: as of a client, or of the service."""
     made: Counter[Entry] = Counter()
-    state = start
-    for one in order:
-        _, after = step(state, one)
-        assert isinstance(state, AdapterState)
-        assert isinstance(after, AdapterState)
+    for one, state, after in walked(order, start):
         made.update(Entry(subject, moved, one.client == SERVICE) for moved in moved_between(state, after))
-        state = after
     told = Counter(journal)
     missing = [Violation("the log lists every write", subject, f"{one} is not in it") for one in (made - told).elements()]
     return missing + [

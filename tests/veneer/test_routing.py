@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.veneer.test_client import KEY, LAST, SERVED, OneTenant, collect
+from tests.veneer.scripted import KEY, LAST, SERVED, OneTenant, collect
 from veneer.access import Rule, method_names
 from veneer.client import Client
 from veneer.controlplane.v1 import placement_pb2, placement_pb2_grpc

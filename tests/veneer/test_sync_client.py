@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.veneer.test_client import KEY, LAST, SERVED, Catalog, Generation, OneTenant
+from tests.veneer.scripted import KEY, LAST, SERVED, Catalog, Generation, OneTenant
 from veneer.access import Rule, method_names
 from veneer.client import CONFIG_NAME, WEIGHTS_NAME, Client
 from veneer.connection import Connection
