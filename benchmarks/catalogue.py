@@ -25,7 +25,8 @@ from benchmarks.workload import SEED, AdapterKey
 from controlplane.blobs import Blobs
 from controlplane.catalog import Catalog
 from controlplane.db import Database
-from controlplane.publish import Publisher, PublishMetrics, PublishOrder
+from controlplane.publish import Publisher, PublishMetrics
+from controlplane.publish_order import PublishOrder
 from controlplane.settings import Settings
 from controlplane.spool import CONFIG, WEIGHTS, Part
 from veneer.artifact import BaseDescription, Limits, Report, check, describe_base

@@ -28,7 +28,8 @@ from controlplane.catalog import Catalog
 from controlplane.collector import Collector
 from controlplane.db import OPERATOR, Database
 from controlplane.deletion import Deletion
-from controlplane.publish import Publisher, PublishMetrics, PublishOrder
+from controlplane.publish import Publisher, PublishMetrics
+from controlplane.publish_order import PublishOrder
 from controlplane.schema import migrate
 from controlplane.settings import Settings
 from controlplane.spool import CONFIG, WEIGHTS, Part

@@ -31,15 +31,15 @@ _Choose = Callable[[AsyncConnection, Alias | None], Awaitable[Sequence[Arm]]]
 """Arms to move an alias to, given what it is now."""
 
 
-def check_alias_name(name: str) -> None:
-    """Refuses a name that no alias can have.
+def check_alias_name(name: str, *, field: str = "alias") -> None:
+    """Refuses a name that no alias can have; `field` is where the caller gave it.
 
     Raises:
         InvalidArgumentError: It is not 1 to 63 of lower-case letters, digits, `.`, `_` and inner hyphens.
     """
     if _NAME.fullmatch(name) is None:
         text = "must be 1 to 63 of lower-case letters, digits, '.', '_' and hyphens that begins and ends with a letter or digit"
-        raise InvalidArgumentError.of([Violation("alias", text)])
+        raise InvalidArgumentError.of([Violation(field, text)])
 
 
 class Aliases:

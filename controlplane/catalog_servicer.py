@@ -13,7 +13,8 @@ from controlplane.bases import Bases
 from controlplane.canaries import Canaries
 from controlplane.catalog import Arm, Catalog
 from controlplane.deletion import Deletion
-from controlplane.publish import Publisher, PublishOrder
+from controlplane.publish import Publisher
+from controlplane.publish_order import PublishOrder
 from controlplane.spool import CONFIG, WEIGHTS, Part
 from controlplane.wire import (
     adapter_message,

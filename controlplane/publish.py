@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
-import json
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-from uuid import UUID, uuid4
+from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from sqlalchemy import delete, select, update
@@ -19,8 +16,8 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
-from controlplane.aliases import check_alias_name, move, present_alias
-from controlplane.answers import RACED, Request, answered, keep, was_answered
+from controlplane.aliases import check_servable, move, present_alias
+from controlplane.answers import RACED, answered, keep, was_answered
 from controlplane.bases import Bases
 from controlplane.blobs import Blobs, upload_folder
 from controlplane.catalog import READY, STABLE, Arm, Version, version_of
@@ -28,52 +25,22 @@ from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
 from controlplane.deletion import note_uploads
 from controlplane.probes import Probes, ask
+from controlplane.publish_order import Draft, PublishOrder
 from controlplane.published import Published, answer_of, complete_publish, published_of
 from controlplane.settings import Settings
 from controlplane.signatures import Signatures, Trust, keep_signature
-from controlplane.spool import CONFIG, WEIGHTS, Part, Received, Spool
+from controlplane.spool import CONFIG, WEIGHTS, Part, Spool
 from controlplane.stored_quotas import check_stored
-from veneer.artifact import BaseDescription, Limits, Report, version_digest
+from veneer.artifact import BaseDescription, Limits, Report
 from veneer.errors import (
     AbortedError,
     AlreadyExistsError,
     DeadlineExceededError,
     FailedPreconditionError,
-    InvalidArgumentError,
-    Violation,
 )
 from veneer.signature import SignatureReport
 
 _Key = TypeVar("_Key")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishOrder:
-    """What is published.
-
-    Attributes:
-        adapter: Name of the adapter; it is made by its first version.
-        base: Digest or name of the base.
-        request_id: The caller's own identifier of this publish.
-        label: Free text.
-        labels: Names and values of the owner's choice.
-        training_run: Where it comes from: the run that trained it.
-        data_digest: Where it comes from: the digest of what it was trained on.
-        alias: Alias to point at the new version; empty: none, but an adapter's first version becomes `stable`.
-        probe: Whether a data plane must do well with it before an alias moves.
-        signature: Its signature file; empty: none.
-    """
-
-    adapter: str
-    base: str
-    request_id: str
-    label: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    training_run: str = ""
-    data_digest: str = ""
-    alias: str = ""
-    probe: bool = False
-    signature: bytes = b""
 
 
 class Check(Protocol):
@@ -138,9 +105,7 @@ class Publisher:
             UnavailableError: Database, store or jail are away.
             DeadlineExceededError: A part or the check took too long.
         """
-        if order.alias:
-            check_alias_name(order.alias)
-        _check_texts(order)
+        order.check()
         with self._probes.place(owner) if order.probe else nullcontext():
             return await self._publish(owner, order, parts=parts)
 
@@ -156,7 +121,7 @@ class Publisher:
             except TimeoutError as error:
                 raise DeadlineExceededError(f"the upload took longer than {self._settings.upload_timeout_s:g} s") from error
             self._metrics.received.inc(sum(file.size_bytes for file in files.values()))
-            draft = _Draft.of(owner, order, base=base, files=files)
+            draft = Draft.of(owner, order, base=base, files=files)
             async with _turn(self._requests, (owner, order.request_id), places=1):  # others wait and find the answer
                 published = await self._stored(draft)
                 if published is not None:
@@ -169,7 +134,7 @@ class Publisher:
                     published = await self._store(draft, report, signed)
         return published if published.awaits is None else await self._probed(draft, published)
 
-    async def _probed(self, draft: _Draft, published: Published) -> Published:
+    async def _probed(self, draft: Draft, published: Published) -> Published:
         """Waits for the version's probe, and moves the alias that waits for it.
 
         Raises:
@@ -192,7 +157,7 @@ class Publisher:
             if not await was_answered(connection, owner, order.request_id):
                 await check_stored(connection, owner, order.adapter, num_bytes=1, final=False)
 
-    async def _stored(self, draft: _Draft) -> Published | None:
+    async def _stored(self, draft: Draft) -> Published | None:
         """The answer that was given to this request_id before; None when it is new and its content too."""
         async with self._database.transaction(Scope.of_tenant(draft.owner)) as connection:
             published = await _answered(connection, draft)
@@ -200,7 +165,7 @@ class Publisher:
                 await _refuse_known(connection, draft)
             return published
 
-    async def _signed(self, draft: _Draft) -> _Signed:
+    async def _signed(self, draft: Draft) -> _Signed:
         """Judges the signature, or that there is none.
 
         Raises:
@@ -210,13 +175,13 @@ class Publisher:
         files = {name: file.digest for name, file in draft.files.items()}
         return _Signed(trust, await asyncio.to_thread(trust.judge, files))
 
-    async def _checked(self, draft: _Draft) -> Report:
+    async def _checked(self, draft: Draft) -> Report:
         async with self._checks:
             with self._metrics.check_seconds.time():
                 config, weights = draft.files[CONFIG].path, draft.files[WEIGHTS].path
                 return await self._check(config, weights, draft.base, self._limits, timeout_s=self._settings.check_timeout_s)
 
-    async def _store(self, draft: _Draft, report: Report, signed: _Signed) -> Published:
+    async def _store(self, draft: Draft, report: Report, signed: _Signed) -> Published:
         """Writes the files where the collector would find them, and publishes them there.
 
         Raises:
@@ -239,7 +204,7 @@ class Publisher:
             self._metrics.repeated.inc()
         return published
 
-    async def _commit(self, draft: _Draft, report: Report, signed: _Signed, *, folder: str) -> tuple[Published, bool]:
+    async def _commit(self, draft: Draft, report: Report, signed: _Signed, *, folder: str) -> tuple[Published, bool]:
         """The version, and whether this upload became it rather than one of another process."""
         owner, order = draft.owner, draft.order
         refusals = {
@@ -264,6 +229,7 @@ class Publisher:
                 seen = await present_alias(connection, owner, order.adapter, alias_name) if alias_name else None
                 generation = 0 if seen is None else seen.generation
             elif alias_name:
+                await check_servable(connection, owner, order.adapter, [version.digest])  # the policy may be another by now
                 alias = await move(connection, owner, order.adapter, alias_name, arms=[Arm(version.digest, 1)])
             published = Published(version, alias, alias_name if order.probe else None, generation)
             await keep(connection, draft.request, answer_of(published))
@@ -298,39 +264,7 @@ class _Signed:
     report: SignatureReport | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A publish whose files came whole."""
-
-    owner: str
-    order: PublishOrder
-    base: BaseDescription
-    files: Mapping[str, Received]
-    digest: str
-    upload: UUID
-    request: Request
-
-    @classmethod
-    def of(cls, owner: str, order: PublishOrder, *, base: BaseDescription, files: Mapping[str, Received]) -> _Draft:
-        digest = version_digest(owner, base.digest, {name: file.digest for name, file in files.items()})
-        more: list[Any] = [dict(sorted(order.labels.items())), order.training_run, order.data_digest]
-        more += [True] if order.probe else []
-        more += [hashlib.sha256(order.signature).hexdigest()] if order.signature else []
-        content = json.dumps([digest, order.adapter, order.label, order.alias, *(more if any(more) else [])])
-        fingerprint = hashlib.sha256(content.encode()).digest()
-        request = Request(owner, order.request_id, "Publish", fingerprint, field="header.request_id")
-        return cls(owner, order, base, files, digest, uuid4(), request)
-
-
-def _check_texts(order: PublishOrder) -> None:
-    # It would be refused by the last transaction, when the files are stored already.
-    texts = {"label": [order.label], "labels": [*order.labels, *order.labels.values()], "training_run": [order.training_run]}
-    faults = [name for name, values in texts.items() if any("\x00" in value for value in values)]
-    if faults:
-        raise InvalidArgumentError.of([Violation(f"header.{name}", "must not hold a NUL character") for name in faults])
-
-
-async def _answered(connection: AsyncConnection, draft: _Draft) -> Published | None:
+async def _answered(connection: AsyncConnection, draft: Draft) -> Published | None:
     answer = await answered(connection, draft.request)
     return None if answer is None else published_of(answer)
 
@@ -361,7 +295,7 @@ async def _take_over(connection: AsyncConnection, owner: str, folder: str) -> No
         raise AbortedError("the upload took so long that its files were removed; publish again")
 
 
-async def _refuse_known(connection: AsyncConnection, draft: _Draft) -> None:
+async def _refuse_known(connection: AsyncConnection, draft: Draft) -> None:
     columns = models.versions.c
     query = select(columns.adapter, columns.number).where(columns.tenant == draft.owner, columns.digest == draft.digest)
     row = (await connection.execute(query)).one_or_none()
@@ -370,7 +304,7 @@ async def _refuse_known(connection: AsyncConnection, draft: _Draft) -> None:
 
 
 async def _insert_version(
-    connection: AsyncConnection, draft: _Draft, *, report: Report, signed: SignatureReport | None, number: int
+    connection: AsyncConnection, draft: Draft, *, report: Report, signed: SignatureReport | None, number: int
 ) -> Version:
     row = {
         "tenant": draft.owner,

@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 from controlplane.blobs import Blobs
 from controlplane.collector import Collector
 from controlplane.db import Database
-from controlplane.publish import Published, Publisher, PublishMetrics, PublishOrder
+from controlplane.publish import Published, Publisher, PublishMetrics
+from controlplane.publish_order import PublishOrder
 from controlplane.settings import Settings
 from controlplane.spool import CONFIG, WEIGHTS, Part
 from tests.fixtures.controlplane import BASE_DIGEST, Client, World, adapter_files, check_here

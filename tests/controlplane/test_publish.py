@@ -274,4 +274,4 @@ async def test_an_alias_that_none_can_have_is_refused_before_the_upload(acme: Cl
     code, text = await refused(
         lambda: acme.catalog.Publish(iter([catalog_pb2.PublishRequest(header=catalog_pb2.PublishHeader(alias=alias, **HEADER))]))
     )
-    assert (code, text.startswith("alias")) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    assert (code, text.startswith("header.alias")) == (grpc.StatusCode.INVALID_ARGUMENT, True)

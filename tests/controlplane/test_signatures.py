@@ -14,8 +14,9 @@ from sqlalchemy.exc import ProgrammingError
 
 from controlplane import aliases
 from controlplane.db import Scope
-from tests.fixtures.controlplane import AUDITOR, CALLER, PUBLISHER, Client, World, adapter_files, refused
+from tests.fixtures.controlplane import AUDITOR, CALLER, PUBLISHER, Client, World, adapter_files, check_here, refused
 from tests.fixtures.signing import Authority, Signer
+from veneer.artifact import Report
 from veneer.controlplane.v1 import canaries_pb2, catalog_pb2, nodes_pb2, tenants_pb2
 from veneer.controlplane.v1 import signatures_pb2 as pb
 
@@ -221,6 +222,23 @@ async def test_no_alias_moves_to_what_no_data_plane_would_load(
     assert [arm.version for arm in rolled.arms] == [signed], "the one before the unsigned one"
     await ask(acme, OFF)
     assert (await acme.catalog.Rollback(catalog_pb2.RollbackRequest(adapter="style", version=bare))).alias.generation == 5
+
+
+@pytest.mark.parametrize("alias", ["", "stable"])
+async def test_a_policy_that_came_while_a_version_was_checked_keeps_it_from_its_alias(
+    world: World, acme: Client, monkeypatch: pytest.MonkeyPatch, alias: str
+) -> None:
+    async def check(*arguments: Any, **options: Any) -> Report:
+        await ask(acme, REQUIRE)
+        return await check_here(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.plane.publisher, "_check", check)
+        code, text = await refused(lambda: world.publish(acme, alias=alias))
+        assert (code, "is missing" in text) == (grpc.StatusCode.FAILED_PRECONDITION, True), text
+    await ask(acme, OFF)
+    published = await world.publish(acme, alias=alias)
+    assert (published.version.number, published.alias.name, published.alias.generation) == (1, "stable", 1)
 
 
 async def test_a_signature_goes_with_its_version(world: World, acme: Client) -> None:
