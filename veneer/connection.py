@@ -39,6 +39,7 @@ class Connection:
         self._tls = tls
         self._timeout_s = timeout_s
         self._channels: dict[tuple[str, bool], grpc.aio.Channel] = {}
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -47,7 +48,8 @@ class Connection:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the channels; calls that run end cancelled."""
+        """Closes the channels; calls that run end cancelled, later ones are refused. A second time does nothing."""
+        self._is_closed = True
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()
@@ -59,6 +61,8 @@ class Connection:
         return self._channel_to(address, retries=retries)
 
     def _channel_to(self, address: str, *, retries: bool) -> grpc.aio.Channel:
+        if self._is_closed:
+            raise FailedPreconditionError("this client was closed")
         if (address, retries) not in self._channels:
             self._channels[address, retries] = open_channel(address, tls=self._tls, retries=retries)
         return self._channels[address, retries]

@@ -103,6 +103,18 @@ async def test_closing_the_iterator_cancels_the_request(client: Client, generati
     await asyncio.wait_for(generation.ended.wait(), 10)
 
 
+async def test_a_closed_client_is_closed(client: Client, generation: Generation) -> None:
+    generation.scripts = [[SERVED, LAST]]
+    await collect(client.generate("hi"))
+    for _ in range(2):
+        await client.close()
+        with pytest.raises(FailedPreconditionError, match="was closed"):
+            await collect(client.generate("hi"))
+        with pytest.raises(FailedPreconditionError, match="was closed"):
+            await client.keys()
+    assert len(generation.requests) == 1
+
+
 async def test_a_stream_has_a_deadline(client: Client, generation: Generation) -> None:
     generation.scripts = [[asyncio.Event()]]
     with pytest.raises(DeadlineExceededError):
