@@ -52,6 +52,7 @@ from controlplane.tenants import Tenants
 from controlplane.told import ToldAnswers
 from controlplane.usage import UsageLedger
 from controlplane.vault import Vault
+from veneer.background import end_tasks
 from veneer.controlplane.v1 import (
     bases_pb2,
     bases_pb2_grpc,
@@ -192,11 +193,10 @@ class ControlPlane:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await end_tasks(self._tasks)
         for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            if task.done() and not task.cancelled():
+                task.result()
         await self.relay.close()
         if self._jail is not None:
             await self._jail.close()

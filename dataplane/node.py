@@ -48,6 +48,7 @@ from dataplane.trust import TrustedSource
 from dataplane.unloads import Unloads
 from dataplane.usage_reports import UsageReporter
 from veneer.artifact import BaseDescription, BaseWeights, Limits, describe_base
+from veneer.background import end_tasks
 from veneer.controlplane.v1 import reports_pb2
 from veneer.errors import UnavailableError, VeneerError
 from veneer.server import Addresses, PlaneServer
@@ -114,9 +115,7 @@ class Node:
         """Ends everything. Idempotent, and allowed after a start that failed."""
         if hasattr(self, "server"):
             await self.server.stop()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         self._tasks.clear()
         if hasattr(self, "outcomes"):
             with contextlib.suppress(VeneerError):

@@ -7,6 +7,7 @@ and `stop` in their own event loop, on port 0.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import importlib.util
 import ipaddress
 import json
@@ -37,6 +38,8 @@ _LOG = logging.getLogger(__name__)
 MAX_RECEIVE_BYTES = 4 << 20
 _MAX_CALLS = 16_384
 _MINUTE_MS = 60_000
+_END_S = 15.0
+"""How long a process may take to end once its work is done."""
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
@@ -300,6 +303,9 @@ class PlaneServer:
 def run_main(main: Coroutine[Any, Any, None]) -> None:
     """Runs a process's main coroutine, with its heap bounded and trimmed, on uvloop where it is installed and safe.
 
+    Nothing is left to do when it returns or raises; a thread or task that then keeps the process from ending, within 15 s, is
+    shown on standard error with all others, and the process ends with status 1.
+
     uvloop starts child processes by a fork, and gRPC's handlers of forks then crash about one child in a hundred before it
     begins (grpcio 1.85). They stay away only if the environment says so before gRPC is imported, as it does in the local stack
     and in the image; otherwise asyncio's own loop runs, which starts children without those handlers.
@@ -319,6 +325,7 @@ async def _trimmed(main: Coroutine[Any, Any, None]) -> None:
     try:
         await main
     finally:
+        faulthandler.dump_traceback_later(_END_S, exit=True)
         trimming.cancel()
         await asyncio.gather(trimming, return_exceptions=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -133,13 +134,12 @@ async def test_a_version_that_loads_slowly_is_answered_by_the_base_only_if_allow
 async def test_the_version_before_answers_where_request_and_tenant_allow_it(
     stack: LocalStack, rival: Client, operator: OperatorClient, connect: Connect, secrets: Secrets, publish: Publish
 ) -> None:
-    strict = connect(secrets.strict)
-    for client, tenant in ((rival, "rival"), (strict, "strict")):
+    async def of(client: Client, tenant: str) -> None:
         name = f"moved-{tenant}"
         one = (await publish(client, "I", adapter=name, alias="stable")).version.digest
         two = (await publish(client, "J", adapter=name, alias="stable")).version.digest
         with blobs_unreadable(stack, two):
-            await until(lambda: _gives(client, Outcome("before", one), {"adapter": name}))  # noqa: B023
+            await until(lambda: _gives(client, Outcome("before", one), {"adapter": name}))
             answer = await generate(client, name, fallback=PREVIOUS)
             assert answer.text == "I" * 8
             assert answer.served is not None
@@ -149,12 +149,14 @@ async def test_the_version_before_answers_where_request_and_tenant_allow_it(
             assert (await outcome(client, FAIL, adapter=name, version=two)).word == "UNAVAILABLE"
 
             async with as_default(operator, tenant, tenants_pb2.DEFAULT_FALLBACK_PREVIOUS):
-                await until(lambda: _answers(client, name, Outcome("before", one)))  # noqa: B023
+                await until(lambda: _answers(client, name, Outcome("before", one)))
             async with as_default(operator, tenant, tenants_pb2.DEFAULT_FALLBACK_FAIL):
-                await until(lambda: _fails_at_once(client, name))  # noqa: B023
+                await until(lambda: _fails_at_once(client, name))
 
             await client.retire(name, one)
-            await until(lambda: _answers(client, name, None, PREVIOUS))  # noqa: B023
+            await until(lambda: _answers(client, name, None, PREVIOUS))
+
+    await asyncio.gather(of(rival, "rival"), of(connect(secrets.strict), "strict"))
 
 
 async def test_an_earlier_version_is_granted_with_its_adapter_and_gone_with_it(
