@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from veneer.logs import configure
 from veneer.server import run_main
 
 _log = logging.getLogger("dataplane")
+_STOP_S = 40.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,7 +65,8 @@ async def _serve(settings: Settings) -> None:
         await node.start()
         await node.run()
     finally:
-        await node.stop()
+        async with asyncio.timeout(_STOP_S):  # the traceback shows what did not end
+            await node.stop()
 
 
 if __name__ == "__main__":

@@ -50,8 +50,15 @@ SUITES = (
     Suite("gpu", "not oracle and not e2e", ("tests/kernels/gpu",), budget_s=60, workers=2),
     Suite("controlplane", "not oracle and not e2e", ("tests/controlplane",), budget_s=180, workers=2),
     # The version of compose.yaml.
-    Suite("controlplane-17", "not oracle and not e2e", ("tests/controlplane",), budget_s=180, workers=2, postgres="17.10.0"),
-    Suite("oracle", "oracle", ("tests",), budget_s=180),
+    Suite(
+        "controlplane-17",
+        "postgres and not oracle and not e2e",
+        ("tests/controlplane",),
+        budget_s=180,
+        workers=2,
+        postgres="17.10.0",
+    ),
+    Suite("oracle", "oracle", ("tests",), budget_s=180, workers=2),
     Suite("e2e", "e2e", ("tests",), budget_s=180),
 )
 
