@@ -52,7 +52,7 @@ def config(folder: Path, form: str, *, num_spare_pages: int, **changes: Any) -> 
     return EngineConfig(**(values | fields | changes))
 
 
-@pytest.mark.parametrize(("requests", "seconds"), [(600, 0), pytest.param(600, 100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("requests", "seconds"), [(600, 0), pytest.param(600, 50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.timeout(900)
 async def test_everything_ends_once_is_given_back_and_no_answer_changes(
