@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,28 +94,23 @@ LOADS = [Load(*values) for values in itertools.product(("torch", "auto"), STEPS,
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, what is asked of it, and what the oracle said so far.
+    """A model and what is asked of it.
 
     Attributes:
         setting: The model and its adapters.
         images: Image of each adapter.
         warming: Requests that warm the cache.
         submits: The requests that are judged.
-        known: The oracle's logits of each row.
     """
 
     setting: Setting
     images: dict[str, Path]
     warming: list[Submit]
     submits: list[Submit]
-    known: dict[Row, np.ndarray[Any, np.dtype[np.float64]]] = field(default_factory=dict)
 
     def logits(self, rows: Seq[Row]) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
-        """Returns the oracle's logits, [len(ids), vocab] for each row; nothing is computed twice."""
-        new = [row for row in dict.fromkeys(rows) if row not in self.known]
-        if new:
-            self.known.update(zip(new, (one.double().numpy() for one in self.setting.theirs.logits(new)), strict=True))
-        return [self.known[row] for row in rows]
+        """Returns the oracle's logits, [len(ids), vocab] for each row."""
+        return [one.double().numpy() for one in self.setting.theirs.logits(rows)]
 
 
 def _invoke(prompt: tuple[int, ...], start: int) -> tuple[int, ...]:

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
-from veneer.access import Identity
+from veneer.access import Identity, Rule, method_names
 from veneer.client import Event
 from veneer.controlplane.v1 import catalog_pb2, catalog_pb2_grpc, tenants_pb2, tenants_pb2_grpc
 from veneer.dataplane.v1 import generation_pb2 as pb
@@ -14,6 +15,7 @@ from veneer.errors import (
     UnavailableError,
     Violation,
 )
+from veneer.server import PlaneServer, ServerOptions, Service
 
 KEY = "vnr_" + "k" * 43
 SERVED = pb.GenerateResponse(served=pb.Served(base_digest="b"), chunk=pb.Chunk(index=0, ids=[7], text="a"))
@@ -126,3 +128,27 @@ async def collect(stream: AsyncIterator[Event], *, into: list[Event] | None = No
     async for event in stream:
         events.append(event)  # kept when the stream ends with an error
     return events
+
+
+def scripted_plane(generation: Generation, catalog: Catalog) -> PlaneServer:
+    """A plane of both kinds that serves these and one tenant; it is not started."""
+    services = [
+        Service(
+            pb.DESCRIPTOR.services_by_name["GenerationService"],
+            partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation),
+        ),
+        Service(
+            catalog_pb2.DESCRIPTOR.services_by_name["CatalogService"],
+            partial(catalog_pb2_grpc.add_CatalogServiceServicer_to_server, catalog),
+        ),
+        Service(
+            tenants_pb2.DESCRIPTOR.services_by_name["TenantService"],
+            partial(tenants_pb2_grpc.add_TenantServiceServicer_to_server, Tenants()),
+        ),
+    ]
+    return PlaneServer(
+        ServerOptions(callers="127.0.0.1:0", operators="127.0.0.1:0"),
+        services=services,
+        rules={name: Rule.of("tenant") for name in method_names([service.descriptor for service in services])},
+        authenticators={"callers": OneTenant(), "operators": OneTenant()},
+    )

@@ -9,24 +9,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.veneer.scripted import KEY, LAST, SERVED, Catalog, Generation, OneTenant
-from veneer.access import Rule, method_names
+from tests.veneer.scripted import KEY, LAST, SERVED, Catalog, Generation, scripted_plane
 from veneer.client import CONFIG_NAME, WEIGHTS_NAME, Client
 from veneer.connection import Connection
-from veneer.controlplane.v1 import catalog_pb2, catalog_pb2_grpc
 from veneer.dataplane.v1 import generation_pb2 as pb
-from veneer.dataplane.v1 import generation_pb2_grpc
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError, VeneerError
 from veneer.loop_thread import LoopThread
 from veneer.operator_client import OperatorClient
 from veneer.organization_client import OrganizationClient
-from veneer.server import PlaneServer, ServerOptions, Service
 from veneer.sync_client import SyncClient, SyncOperatorClient, SyncOrganizationClient
 
 
@@ -48,22 +43,7 @@ def catalog() -> Catalog:
 @pytest.fixture
 def address(thread: LoopThread, generation: Generation, catalog: Catalog) -> Iterator[str]:
     """Where a plane listens that runs in the client's own thread."""
-    services = [
-        Service(
-            pb.DESCRIPTOR.services_by_name["GenerationService"],
-            partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, generation),
-        ),
-        Service(
-            catalog_pb2.DESCRIPTOR.services_by_name["CatalogService"],
-            partial(catalog_pb2_grpc.add_CatalogServiceServicer_to_server, catalog),
-        ),
-    ]
-    server = PlaneServer(
-        ServerOptions(callers="127.0.0.1:0", operators="127.0.0.1:0"),
-        services=services,
-        rules={name: Rule.of("tenant") for name in method_names([service.descriptor for service in services])},
-        authenticators={"callers": OneTenant(), "operators": OneTenant()},
-    )
+    server = scripted_plane(generation, catalog)
     yield thread.run(server.start()).callers
     thread.run(server.stop(grace_s=0))
 
