@@ -1,0 +1,43 @@
+"""Abuse in figures: `python -m benchmarks.abuse [--json PATH] [--only SECTION …] [--short]`.
+
+Each section starts a system of its own, measures a victim alone, attacks, and measures the victim again in the same run.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.report import Row
+
+
+def sections(folder: Path, *, short: bool) -> dict[str, Callable[[], list[Row]]]:
+    """Returns what there is to measure, by name; servers and stores go into the folder of each section."""
+    del folder, short
+    return {}
+
+
+def main() -> None:
+    """Entry point."""
+    parser = report.parser("Measures what attacks of one caller do to others, on systems of its own.")
+    parser.add_argument("--only", nargs="+", metavar="SECTION", help="sections to measure (default: all)")
+    parser.add_argument("--short", action="store_true", help="a small part of it, to see that it works")
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="veneer-abuse-") as name:
+        known = sections(Path(name), short=arguments.short)
+        if unknown := set(arguments.only or ()) - set(known):
+            parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        for section in arguments.only or known:
+            start = time.monotonic()
+            (Path(name) / section).mkdir()
+            rows += known[section]()
+            print(f"── {section}: {time.monotonic() - start:.0f} s ──", flush=True)
+    raise SystemExit(0 if report.publish(rows, path=arguments.json, title="abuse") else 1)
+
+
+if __name__ == "__main__":
+    main()
