@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 from sqlalchemy import Row, func, select, update
@@ -19,6 +19,7 @@ from controlplane.catalog import NO_VERSION, READY, STABLE, Alias, Arm, aliases_
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
 from controlplane.signatures import why_untrusted
+from controlplane.splits import Assignment, assign, consecutive
 from veneer.errors import AbortedError, FailedPreconditionError, InvalidArgumentError, NotFoundError, Violation
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
@@ -26,6 +27,8 @@ _WHOLE = 1
 """Weight of the only arm."""
 _MOST_JUDGED = 32
 """Earlier versions that a roll-back looks at for one whose signature is allowed."""
+_MOST_RECALLED = 256
+"""Earlier splits between the same versions among which a move looks for one with the same weights."""
 _NO_ALIAS = "there is no such alias"
 _Choose = Callable[[AsyncConnection, Alias | None], Awaitable[Sequence[Arm]]]
 """Arms to move an alias to, given what it is now."""
@@ -254,6 +257,7 @@ async def move(connection: AsyncConnection, owner: str, adapter: str, alias: str
     row = (await connection.execute(query.returning(columns.generation, columns.update_time, columns.frozen))).one()
     moved = Alias(alias, row.generation, tuple(arms), row.update_time, row.frozen)
     refuse_frozen(moved)
+    assignment = await _assignment(connection, owner, adapter, alias, arms) if len(arms) > 1 else {}
     rows = [
         {
             "tenant": owner,
@@ -263,6 +267,7 @@ async def move(connection: AsyncConnection, owner: str, adapter: str, alias: str
             "position": position,
             "version": arm.version,
             "weight": arm.weight,
+            "points": assignment.get(arm.version),
         }
         for position, arm in enumerate(arms)
     ]
@@ -310,6 +315,31 @@ async def check_servable(connection: AsyncConnection, owner: str, adapter: str, 
         raise FailedPreconditionError("the versions of a split must be for one base")
     for digest, reason in (await why_untrusted(connection, owner, digests)).items():
         raise FailedPreconditionError(f"version {digest} is not signed as its owner asks, so no data plane loads it: {reason}")
+
+
+async def _assignment(connection: AsyncConnection, owner: str, adapter: str, alias: str, arms: Sequence[Arm]) -> Assignment:
+    """The points of each arm of a split, given the earlier splits of the alias between the same versions."""
+    a = models.arms.c
+    digests = [arm.version for arm in arms]
+    mine = (a.tenant == owner, a.adapter == adapter, a.alias == alias)
+    num_same = func.count().filter(a.version.in_(digests))
+    same = select(a.generation).where(*mine).group_by(a.generation).having(num_same == len(arms), func.count() == len(arms))
+    query = (
+        select(a.generation, a.version, a.weight, a.points)
+        .where(*mine, a.generation.in_(same))
+        .order_by(a.generation.desc(), a.position)
+        .limit(_MOST_RECALLED * len(arms))
+    )
+    rows = (await connection.execute(query)).all()
+    earlier: list[tuple[dict[str, int], Assignment]] = []
+    for _, split in groupby(rows, key=lambda row: row.generation):
+        written = list(split)
+        weights = {row.version: row.weight for row in written}
+        if all(row.points for row in written):
+            earlier.append((weights, {row.version: tuple(row.points) for row in written}))
+        else:
+            earlier.append((weights, consecutive(list(weights.items()))))
+    return assign({arm.version: arm.weight for arm in arms}, earlier)
 
 
 async def _history(connection: AsyncConnection, owner: str, adapter: str, alias: str) -> Sequence[Row[Any, Any, Any]]:

@@ -242,6 +242,7 @@ arms = Table(
     Column("position", Integer, nullable=False),
     Column("version", Text, nullable=False),
     Column("weight", Integer, nullable=False),
+    Column("points", ARRAY(Integer)),  # see `controlplane.splits`; null of an arm that is alone, and of splits of before
     PrimaryKeyConstraint("tenant", "adapter", "alias", "generation", "position"),
     UniqueConstraint("tenant", "adapter", "alias", "generation", "version"),
     ForeignKeyConstraint(["tenant", "adapter", "alias"], ["aliases.tenant", "aliases.adapter", "aliases.name"]),

@@ -80,6 +80,7 @@ class Servable:
     invocation_tokens: tuple[int, ...] = ()
     previous: Servable | None = None
     ticket: bytes = b""
+    points: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ _BY_ALIAS = Statement(
     "by_alias",
     """
     SELECT a.generation, b.weight, v.digest, v.number, v.max_rank, v.config_bytes + v.weights_bytes AS size_bytes, v.state,
-           v.base_digest, v.report -> 'invocation_tokens' AS invocation_tokens, before.*
+           v.base_digest, v.report -> 'invocation_tokens' AS invocation_tokens, b.points, before.*
     FROM aliases a
     JOIN arms b ON b.tenant = a.tenant AND b.adapter = a.adapter AND b.alias = a.name AND b.generation = a.generation
     JOIN versions v ON v.tenant = b.tenant AND v.digest = b.version
@@ -140,7 +141,7 @@ _BY_VERSION = Statement(
     "by_version",
     """
     SELECT 0 AS generation, 1 AS weight, digest, number, max_rank, config_bytes + weights_bytes AS size_bytes, state, base_digest,
-           report -> 'invocation_tokens' AS invocation_tokens
+           report -> 'invocation_tokens' AS invocation_tokens, NULL::INTEGER[] AS points
     FROM versions WHERE tenant = $1 AND adapter = $2 AND digest = $3
     """,
 )
@@ -157,6 +158,7 @@ class _Row(NamedTuple):
     state: str
     base_digest: str
     invocation_tokens: list[int] | None  # the reports of older versions do not have the field
+    points: list[int] | None
     before_digest: str | None = None
     before_number: int = 0
     before_max_rank: int = 0
@@ -235,6 +237,7 @@ class Resolver:
                 state=row.state,
                 invocation_tokens=tuple(row.invocation_tokens or ()),
                 previous=_previous(row),
+                points=tuple(row.points or ()),
             )
             for row in rows
         )

@@ -362,6 +362,7 @@ def _servable_message(version: Servable) -> nodes_pb2.ServableVersion:
         invocation_tokens=version.invocation_tokens,
         previous=None if version.previous is None else _servable_message(version.previous),
         ticket=version.ticket,
+        points=version.points,
     )
 
 

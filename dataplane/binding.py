@@ -63,8 +63,8 @@ def bind(answer: Answer, *, request_id: str, base_digest: str, split_unit: str, 
     if not outcome.arms:
         return base
     sticky = bool(split_unit)
-    weights = [arm.weight for arm in outcome.arms]
-    index = draw_arm(weights, salt=outcome.split_salt, unit=split_unit or request_id, sticky=sticky)
+    weights, points = [arm.weight for arm in outcome.arms], [arm.points for arm in outcome.arms]
+    index = draw_arm(weights, points, salt=outcome.split_salt, unit=split_unit or request_id, sticky=sticky)
     arm = outcome.arms[index]
     if arm.state != "READY":
         raise FailedPreconditionError("the version that the alias names for this request cannot be served now")

@@ -331,6 +331,7 @@ def _arm(version: nodes_pb2.ServableVersion) -> Arm:
         tuple(version.invocation_tokens),
         _arm(version.previous) if version.HasField("previous") else None,
         version.ticket,
+        tuple(version.points),
     )
 
 

@@ -106,6 +106,7 @@ class Arm:
             first token.
         previous: The version that may answer in its place, if the request asks for that.
         ticket: Shows the control plane that this node was told of it for the caller.
+        points: Points of the units that it serves in a split: start, end, start, end and so on; empty: see `draw_arm`.
     """
 
     version: str
@@ -117,6 +118,7 @@ class Arm:
     invocation_tokens: tuple[int, ...] = ()
     previous: Arm | None = None
     ticket: bytes = b""
+    points: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

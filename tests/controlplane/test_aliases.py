@@ -8,7 +8,14 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.fixtures.controlplane import CALLER, Client, World, refused, tiny_base
+from dataplane.binding import bind
+from dataplane.catalog_client import CatalogClient
+from dataplane.fallback import FallbackMode
+from dataplane.resolution import Target
+from dataplane.resolve_cache import Key
+from tests.controlplane.using import node_client
+from tests.fixtures.controlplane import BASE_DIGEST, CALLER, Client, World, refused, tiny_base
+from tests.fixtures.services import TestDatabase
 from veneer.controlplane.v1 import catalog_pb2, nodes_pb2
 
 
@@ -295,3 +302,66 @@ async def test_a_version_keeps_its_labels_and_where_it_comes_from(world: World, 
     assert listed == published.version
     code, _ = await refused(lambda: world.publish(acme, seed=9, request_id="labelled", **{**origin, "training_run": "run-8"}))
     assert code == grpc.StatusCode.INVALID_ARGUMENT
+
+
+UNITS = [f"user-{number}" for number in range(1500)]
+
+
+async def users(node: CatalogClient, client: Client) -> dict[str, set[str]]:
+    """The units that each version serves, as a data plane draws them."""
+    answer = await node.resolve(Key(client.digest, Target("style")))
+    found: dict[str, set[str]] = {}
+    for unit in UNITS:
+        drawn = bind(answer, request_id="r", base_digest=BASE_DIGEST, split_unit=unit, mode=FallbackMode.NONE, priority=0)
+        assert drawn.version is not None
+        found.setdefault(drawn.version, set()).add(unit)
+    return found
+
+
+async def test_the_users_of_a_split_stay_whatever_the_order_in_which_its_arms_are_written(world: World, acme: Client) -> None:
+    one, two, _ = await digests(acme)
+    async with node_client(world, await world.node()) as node:
+        await point(acme, (one, 90), (two, 10))
+        before = await users(node, acme)
+        await point(acme, (two, 10), (one, 90))
+        assert await users(node, acme) == before
+        await point(acme, one)
+        await point(acme, (two, 100), (one, 900))
+        assert await users(node, acme) == before
+    assert 100 < len(before[two]) < 200
+
+
+async def test_three_arms_in_another_order_with_a_weight_changed_move_the_users_that_must_move(
+    world: World, acme: Client
+) -> None:
+    one, two, three = await digests(acme)
+    async with node_client(world, await world.node()) as node:
+        await point(acme, (one, 50), (two, 30), (three, 20))
+        before = await users(node, acme)
+        for gainer, loser, arms in (
+            (two, three, [(three, 10), (one, 50), (two, 40)]),
+            (three, two, [(two, 30), (three, 20), (one, 50)]),
+            (one, two, [(two, 10), (one, 70), (three, 20)]),
+        ):
+            await point(acme, *arms)
+            after = await users(node, acme)
+            (third,) = {one, two, three} - {gainer, loser}
+            assert before[third] == after[third]
+            assert before[gainer] < after[gainer]
+            before = after
+
+
+async def test_a_split_that_was_set_before_points_were_kept_keeps_its_users_and_moves_as_few(
+    world: World, acme: Client, database: TestDatabase
+) -> None:
+    one, two, _ = await digests(acme)
+    first, last = sorted((one, two), reverse=True)  # against the order in which new splits are laid out
+    async with node_client(world, await world.node()) as node:
+        await point(acme, (first, 70), (last, 30))
+        with database.connect() as connection:
+            connection.execute("UPDATE arms SET points = NULL")
+        before = await users(node, acme)
+        await point(acme, (last, 30), (first, 70))
+        assert await users(node, acme) == before
+        await point(acme, (last, 40), (first, 60))
+        assert before[last] < (await users(node, acme))[last]

@@ -160,6 +160,7 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         (tenants_pb2.TenantLimits(max_arena_bytes=1 << 60), "max_arena_bytes", "uint64.lte"),
         (nodes_pb2.ReportOutcomesRequest(epoch=UUID, sequence=0, outcomes=[OUTCOME]), "sequence", "uint64.gte_lte"),
         # other numbers
+        (nodes_pb2.ServableVersion(points=[0] * 257), "points", "repeated.max_items"),
         (nodes_pb2.ProbeMeasures(max_difference=-1.0), "max_difference", "double.gte"),
         (nodes_pb2.ProbeMeasures(max_error=float("inf")), "max_error", "double.finite"),
         (nodes_pb2.ProbeMeasures(tolerance=1.5), "tolerance", "double.gte_lte"),
