@@ -267,7 +267,7 @@ async def _retire(story: Story) -> None:
     else:
         story.faults.append(f"the retired version is still held after {_CHANGE_SEEN_S:.0f} s")
     try:
-        async for _ in story.clients["harbor"].generate("Hello", adapter="pirate", version=digest):
+        async for _ in story.clients["harbor"].stream_complete("Hello", adapter="pirate", version=digest):
             story.faults.append("the retired version answered")
             break
     except FailedPreconditionError as error:

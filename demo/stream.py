@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from demo.styles import Style, markers_in
-from veneer.client import Client, Event
+from veneer.answer import Event
+from veneer.client import Client
 from veneer.dataplane.v1 import generation_pb2
 from veneer.errors import VeneerError
 

@@ -7,6 +7,7 @@ Objects of the catalogue are the API's own messages (`veneer.controlplane.v1`, `
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -14,13 +15,23 @@ from pathlib import Path
 
 import grpc
 
+from veneer.answer import Event
 from veneer.canary_calls import CanaryCalls
 from veneer.channel import ClientTls, is_header_text, typed_errors
 from veneer.connection import identified, typed
 from veneer.controlplane.v1 import catalog_pb2, catalog_pb2_grpc, placement_pb2, placement_pb2_grpc, tenants_pb2
 from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc
-from veneer.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, Violation
+from veneer.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+    Violation,
+)
+from veneer.generation_calls import GenerationCalls
 from veneer.locations import Location, Locations
+from veneer.messages import Prompt, set_prompt
 from veneer.origin import NO_ORIGIN, Origin
 from veneer.release_calls import ReleaseCalls
 from veneer.replicas import Replicas, read_addresses
@@ -36,6 +47,7 @@ ADAPTER_KEY_HEADER = "x-veneer-adapter-key"
 
 _PART_BYTES = 1 << 20
 _PUBLISH_PAUSES_S = 0.1, 0.5, 2.0  # before an upload is sent again
+_DEFAULT_ALIAS = "stable"
 _GENERATE_ATTEMPTS = 3  # data planes that are tried
 _ANSWER_LOST = "Internal error from Core"
 """What grpc.aio puts in the answer's place when a write fails a moment before the answer is read. The upload is sent again under
@@ -46,14 +58,8 @@ _FILES = (
     (catalog_pb2.ADAPTER_FILE_WEIGHTS, WEIGHTS_NAME),
 )
 
-Prompt = str | Sequence[int] | Sequence[generation_pb2.ChatMessage]
-"""Text taken as it is, token ids, or a conversation."""
 
-Event = generation_pb2.Served | generation_pb2.Echo | generation_pb2.Chunk | generation_pb2.Finish
-"""What a stream is made of: first one `Served`, then an `Echo` where asked for, then `Chunk`s and a `Finish` for each choice."""
-
-
-class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
+class Client(GenerationCalls, CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
     """What a tenant's key can do; all addresses are those of the callers' listeners. Owned by one event loop.
 
     Of several data planes, a request goes to one that holds its adapter, as the control plane knows, and is well; to another one
@@ -90,13 +96,13 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
         priority: int = 0,
         timeout_s: float = 600.0,
     ) -> AsyncGenerator[Event]:
-        """Streams one completion: one `Served`, then `Chunk`s, last a `Finish` (of each choice, where several were asked for).
+        """Streams one answer: one `Served`, then `Chunk`s, last a `Finish` (of each choice, where several were asked for).
 
-        Closing the iterator, or cancelling the task that reads it, cancels the request. An attempt that fails UNAVAILABLE before
-        its first message is repeated; later nothing is.
+        `chat` and `complete` are the usual ways to call it. Closing the iterator, or cancelling the task that reads it, cancels
+        the request. An attempt that fails UNAVAILABLE before its first message is repeated; later nothing is.
 
         Args:
-            prompt: Text, token ids or a conversation.
+            prompt: `RawText`, token ids, or a conversation. A bare string is refused, since it may be meant as either.
             adapter: Name of the adapter; empty is the base.
             owner: Tenant that owns it; empty is the caller's own.
             alias: Alias of the adapter; None is the default one.
@@ -123,7 +129,7 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
             cache_salt=cache_salt,
             priority=priority,
         )
-        _set_prompt(request, prompt)
+        set_prompt(request, prompt)
         async with aclosing(self._responses(request, timeout_s=timeout_s)) as responses:
             async for response in responses:
                 if response.HasField("served"):
@@ -205,6 +211,7 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
         origin: Origin = NO_ORIGIN,
         signature: Path | None = None,
         probe: bool = False,
+        exist_ok: bool = False,
         request_id: str = "",
         progress: Callable[[int, int], None] | None = None,
         timeout_s: float = 1800.0,
@@ -220,6 +227,8 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
             origin: Where it comes from.
             signature: Its signature in the format of OpenSSF Model Signing; None: `model.sig` in the folder, if there is one.
             probe: Have a data plane run it before the alias moves; the same call with its request_id goes on where it stopped.
+            exist_ok: Files that are a version of this adapter already give that version, as it is: nothing is stored, no alias
+                moves, label and origin stay. A publish may so be run again under a new request_id.
             request_id: Identifies this publish: the same id and files give the same answer. Empty makes one.
             progress: Called with bytes sent and bytes in all after each part.
             timeout_s: Deadline of the whole upload and check.
@@ -227,7 +236,10 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
         Raises:
             InvalidArgumentError: A file is missing, or the service refused the files or the signature; its violations list every
                 fault.
-            FailedPreconditionError: The tenant trusts nobody who signed it, or requires a signature and there is none.
+            FailedPreconditionError: The tenant trusts nobody who signed it, or requires a signature and there is none; or, with
+                `exist_ok`, the alias that was named does not serve the version alone.
+            AlreadyExistsError: The files are a version already; with `exist_ok`, one of another adapter or one that may not be
+                served any more.
             UnavailableError: The plane is away and was not back after three more uploads under the same identifier.
             VeneerError: As the service said.
         """
@@ -240,12 +252,53 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
             probe=probe, signature=read_signature(folder, signature), **origin.fields(),
         )  # fmt: skip
         total = sum(path.stat().st_size for _, path in paths)
+        try:
+            return await self._publish(header, paths, total=total, progress=progress, timeout_s=timeout_s)
+        except AlreadyExistsError:
+            before = await self._published_before(adapter, base, alias, paths) if exist_ok else None
+            if before is None:
+                raise
+            return before
+
+    async def _publish(
+        self,
+        header: catalog_pb2.PublishHeader,
+        paths: Sequence[tuple[catalog_pb2.AdapterFile.ValueType, Path]],
+        *,
+        total: int,
+        progress: Callable[[int, int], None] | None,
+        timeout_s: float,
+    ) -> catalog_pb2.PublishResponse:
+        """Sends an upload again under its identifier while the plane is away for now."""
         for pause_s in _PUBLISH_PAUSES_S:
             try:
                 return await self._send(header, paths, total=total, progress=progress, timeout_s=timeout_s)
             except UnavailableError as error:
                 await asyncio.sleep(max(pause_s, error.retry_after_s or 0.0))
         return await self._send(header, paths, total=total, progress=progress, timeout_s=timeout_s)
+
+    async def _published_before(
+        self, adapter: str, base: str, alias: str, paths: Sequence[tuple[catalog_pb2.AdapterFile.ValueType, Path]]
+    ) -> catalog_pb2.PublishResponse | None:
+        """The version of the adapter that has these files and may be served, with the alias that serves it; None without one."""
+        from veneer.artifact import version_digest  # it brings numpy, which no other call needs
+
+        files = {path.name: await asyncio.to_thread(_file_digest, path) for _, path in paths}
+        bases = {one.digest for one in await self.bases() if base in (one.digest, one.name)}
+        try:
+            versions = await self.versions(adapter)
+        except NotFoundError:
+            return None
+        known = [one for one in versions if one.state == catalog_pb2.VERSION_STATE_READY and one.base_digest in bases]
+        version = next((one for one in known if version_digest(one.owner, one.base_digest, files) == one.digest), None)
+        if version is None:
+            return None
+        serving = [one for one in (await self.adapter(adapter)).aliases if [arm.version for arm in one.arms] == [version.digest]]
+        if alias and alias not in [one.name for one in serving]:
+            there = f"version {version.number} of {adapter} has these files already, and alias {alias} does not serve it alone"
+            raise FailedPreconditionError(f"{there}; `set_alias` (`veneer alias {adapter} {version.number}`) moves it")
+        wanted = [one for one in serving if one.name == (alias or _DEFAULT_ALIAS)]
+        return catalog_pb2.PublishResponse(version=version, alias=wanted[0] if wanted else None)
 
     async def _send(
         self,
@@ -321,6 +374,11 @@ class Client(CanaryCalls, ReleaseCalls, ServingCalls, SignatureCalls):
         await self._ask(self._tenants.RevokeGrant, request)
 
 
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 async def _answer(upload: Awaitable[catalog_pb2.PublishResponse]) -> catalog_pb2.PublishResponse:
     with typed_errors():
         try:
@@ -340,13 +398,3 @@ def _adapter_ref(adapter: str, owner: str, *, alias: str | None, version: str | 
     if version is not None:
         ref.version = version
     return ref
-
-
-def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif prompt and isinstance(prompt[0], generation_pb2.ChatMessage):
-        request.chat.messages.extend(prompt)  # type: ignore[arg-type]
-    else:
-        request.tokens.SetInParent()
-        request.tokens.ids.extend(prompt)  # type: ignore[arg-type]

@@ -91,7 +91,8 @@ def _streaming(
 class SyncClient(_Blocking[Client]):
     """What a tenant's key can do; see `veneer.client.Client`, whose methods these are.
 
-    `generate` gives an iterator: closing it, dropping it, or an exception that leaves its `with` block cancels the request.
+    `stream_chat`, `stream_complete` and `generate` give an iterator: closing it, dropping it, or an exception that leaves its
+    `with` block cancels the request.
     """
 
     def __init__(
@@ -100,7 +101,11 @@ class SyncClient(_Blocking[Client]):
         """See `veneer.connection.Connection`."""
         super().__init__(Client(control=control, data=data, key=key, tls=tls, timeout_s=timeout_s))
 
+    chat = _blocking(Client.chat)
+    complete = _blocking(Client.complete)
     generate = _streaming(Client.generate)
+    stream_chat = _streaming(Client.stream_chat)
+    stream_complete = _streaming(Client.stream_complete)
 
     def publish(
         self,
@@ -113,6 +118,7 @@ class SyncClient(_Blocking[Client]):
         origin: Origin = NO_ORIGIN,
         signature: Path | None = None,
         probe: bool = False,
+        exist_ok: bool = False,
         request_id: str = "",
         progress: Callable[[int, int], None] | None = None,
         timeout_s: float = 1800.0,
@@ -128,6 +134,7 @@ class SyncClient(_Blocking[Client]):
             origin=origin,
             signature=signature,
             probe=probe,
+            exist_ok=exist_ok,
             request_id=request_id,
             progress=lambda sent, total: calls.put(lambda: told(sent, total)),
             timeout_s=timeout_s,

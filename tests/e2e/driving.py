@@ -18,6 +18,7 @@ from veneer.dataplane.v1 import admin_pb2
 from veneer.dataplane.v1 import generation_pb2 as pb
 from veneer.errors import DeadlineExceededError, UnavailableError, VeneerError
 from veneer.local.stack import LocalStack
+from veneer.messages import RawText
 from veneer.operator_client import OperatorClient
 
 T = TypeVar("T")
@@ -66,7 +67,8 @@ class Stream:
 
     def __init__(self, client: Client, adapter: str = "", *, max_tokens: int, prompt: str = "hello", **more: Any) -> None:
         self.answer = Answer()
-        self._events = client.generate(prompt, adapter=adapter, sampling=greedy(max_tokens), **more)
+        given = RawText(prompt) if isinstance(prompt, str) else prompt
+        self._events = client.generate(given, adapter=adapter, sampling=greedy(max_tokens), **more)
 
     async def first(self) -> Answer:
         """Reads up to the first tokens."""

@@ -22,7 +22,7 @@ from veneer.errors import (
 async def test_a_stream_is_served_then_chunks_then_finish(client: Client, generation: Generation) -> None:
     generation.scripts = [[SERVED, LAST]]
     events = await collect(
-        client.generate("hi", adapter="tone", alias="beta", sampling=pb.SamplingParams(max_tokens=2), priority=3)
+        client.stream_complete("hi", adapter="tone", alias="beta", sampling=pb.SamplingParams(max_tokens=2), priority=3)
     )
     assert events == [SERVED.served, SERVED.chunk, LAST.chunk, LAST.finish]
     [request] = generation.requests
@@ -48,29 +48,29 @@ async def test_a_stream_of_several_choices_is_whole_with_a_finish_for_each(clien
     other = pb.GenerateResponse(finish=pb.Finish(choice=1))
     generation.scripts = [[SERVED, echo, LAST, other], [SERVED, LAST]]
     two = pb.SamplingParams(n=2, echo=True)
-    events = [event async for event in client.generate("hi", sampling=two)]
+    events = [event async for event in client.stream_complete("hi", sampling=two)]
     assert events == [SERVED.served, SERVED.chunk, echo.echo, LAST.chunk, LAST.finish, other.finish]
     with pytest.raises(UnavailableError, match="without a finish"):
-        _ = [event async for event in client.generate("hi", sampling=two)]
+        _ = [event async for event in client.stream_complete("hi", sampling=two)]
 
 
 async def test_a_stream_without_a_finish_is_an_error_after_its_tokens(client: Client, generation: Generation) -> None:
     generation.scripts = [[SERVED]]
     events: list[Event] = []
     with pytest.raises(UnavailableError, match="without a finish"):
-        await collect(client.generate("hi"), into=events)
+        await collect(client.stream_complete("hi"), into=events)
     assert events == [SERVED.served, SERVED.chunk]
 
 
 async def test_a_name_that_no_header_can_hold_is_refused_by_the_plane(client: Client, generation: Generation) -> None:
     with pytest.raises(InvalidArgumentError, match="does not match"):
-        await collect(client.generate("hi", adapter="töne\n"))
+        await collect(client.stream_complete("hi", adapter="töne\n"))
     assert generation.requests == []
 
 
 async def test_unavailable_before_the_first_message_is_tried_again(client: Client, generation: Generation) -> None:
     generation.scripts = [[UnavailableError("starting")], [SERVED, LAST]]
-    assert len(await collect(client.generate("hi"))) == 4
+    assert len(await collect(client.stream_complete("hi"))) == 4
     assert len(generation.requests) == 2
 
 
@@ -83,21 +83,21 @@ async def test_the_longest_prompt_is_tried_again_too(client: Client, generation:
 async def test_unavailable_after_the_first_message_is_not_tried_again(client: Client, generation: Generation) -> None:
     generation.scripts = [[SERVED, UnavailableError("gone")], [SERVED, LAST]]
     with pytest.raises(UnavailableError, match="gone"):
-        await collect(client.generate("hi"))
+        await collect(client.stream_complete("hi"))
     assert len(generation.requests) == 1
 
 
 async def test_other_errors_are_not_tried_again_and_carry_their_delay(client: Client, generation: Generation) -> None:
     generation.scripts = [[ResourceExhaustedError("full", retry_after_s=2.0)], [SERVED, LAST]]
     with pytest.raises(ResourceExhaustedError) as caught:
-        await collect(client.generate("hi"))
+        await collect(client.stream_complete("hi"))
     assert caught.value.retry_after_s == 2.0
     assert len(generation.requests) == 1
 
 
 async def test_closing_the_iterator_cancels_the_request(client: Client, generation: Generation) -> None:
     generation.scripts = [[SERVED, asyncio.Event()]]
-    stream = client.generate("hi")
+    stream = client.stream_complete("hi")
     await anext(stream)
     await stream.aclose()
     await asyncio.wait_for(generation.ended.wait(), 10)
@@ -105,11 +105,11 @@ async def test_closing_the_iterator_cancels_the_request(client: Client, generati
 
 async def test_a_closed_client_is_closed(client: Client, generation: Generation) -> None:
     generation.scripts = [[SERVED, LAST]]
-    await collect(client.generate("hi"))
+    await collect(client.stream_complete("hi"))
     for _ in range(2):
         await client.close()
         with pytest.raises(FailedPreconditionError, match="was closed"):
-            await collect(client.generate("hi"))
+            await collect(client.stream_complete("hi"))
         with pytest.raises(FailedPreconditionError, match="was closed"):
             await client.keys()
     assert len(generation.requests) == 1
@@ -118,7 +118,7 @@ async def test_a_closed_client_is_closed(client: Client, generation: Generation)
 async def test_a_stream_has_a_deadline(client: Client, generation: Generation) -> None:
     generation.scripts = [[asyncio.Event()]]
     with pytest.raises(DeadlineExceededError):
-        await collect(client.generate("hi", timeout_s=0.1))
+        await collect(client.stream_complete("hi", timeout_s=0.1))
 
 
 async def test_every_other_call_has_a_deadline_too(client: Client) -> None:
@@ -135,7 +135,7 @@ async def test_bad_requests_carry_every_violation(client: Client) -> None:
 
 async def test_an_alias_and_a_version_at_once_are_refused(client: Client) -> None:
     with pytest.raises(InvalidArgumentError, match="not both"):
-        await collect(client.generate("hi", adapter="tone", alias="a", version="0" * 64))
+        await collect(client.stream_complete("hi", adapter="tone", alias="a", version="0" * 64))
 
 
 async def test_lists_go_through_all_pages(client: Client) -> None:

@@ -94,13 +94,13 @@ def counts(world: World) -> list[int]:
 async def test_requests_go_where_the_adapter_is_and_carry_its_key(world: World) -> None:
     world.placement.addresses = [world.planes[1].address, "127.0.0.1:1"]
     for _ in range(5):
-        assert len(await collect(world.client.generate("hi", adapter="tone"))) == 4
+        assert len(await collect(world.client.stream_complete("hi", adapter="tone"))) == 4
     assert counts(world) == [0, 5, 0]
     assert set(world.planes[1].keys) == {"acme/tone"}
 
 
 async def test_requests_of_the_base_spread_and_carry_no_key(world: World) -> None:
-    streams = [world.client.generate("hi") for _ in range(6)]
+    streams = [world.client.stream_complete("hi") for _ in range(6)]
     for stream in streams:
         await anext(stream)
     assert counts(world) == [2, 2, 2]
@@ -113,7 +113,7 @@ async def test_requests_of_the_base_spread_and_carry_no_key(world: World) -> Non
 async def test_without_a_hint_an_adapter_keeps_to_one_data_plane(world: World, error: Exception | None) -> None:
     world.placement.error = error
     for _ in range(4):
-        await collect(world.client.generate("hi", adapter="tone", owner="acme"))
+        await collect(world.client.stream_complete("hi", adapter="tone", owner="acme"))
     assert sorted(counts(world)) == [0, 0, 4]
     assert {key for plane in world.planes for key in plane.keys} == {"acme/tone"}
 
@@ -121,25 +121,25 @@ async def test_without_a_hint_an_adapter_keeps_to_one_data_plane(world: World, e
 async def test_a_data_plane_that_is_away_or_drains_is_left_out_until_it_has_rested(world: World) -> None:
     world.placement.addresses = [world.planes[0].address]
     world.planes[0].error = UnavailableError("the node is draining")
-    assert len(await collect(world.client.generate("hi", adapter="tone"))) == 4
+    assert len(await collect(world.client.stream_complete("hi", adapter="tone"))) == 4
     assert counts(world)[0] == 1
-    await collect(world.client.generate("hi", adapter="tone"))
+    await collect(world.client.stream_complete("hi", adapter="tone"))
     assert counts(world)[0] == 1, "it rests"
     assert sum(counts(world)) == 3
     await world.servers[1].stop(grace_s=0)
     await world.servers[2].stop(grace_s=0)
     world.planes[0].error = None
-    assert len(await collect(world.client.generate("hi", adapter="tone"))) == 4, "those that rest are better than none"
+    assert len(await collect(world.client.stream_complete("hi", adapter="tone"))) == 4, "those that rest are better than none"
 
 
 async def test_an_adapter_that_cannot_be_had_somewhere_leaves_the_others_there(world: World) -> None:
     world.placement.addresses = [world.planes[0].address]
     world.planes[0].error = UnavailableError("the version is not loaded yet", retry_after_s=1.0)
-    await collect(world.client.generate("hi", adapter="tone"))
+    await collect(world.client.stream_complete("hi", adapter="tone"))
     world.planes[0].error = None
-    await collect(world.client.generate("hi", adapter="tone"))
+    await collect(world.client.stream_complete("hi", adapter="tone"))
     assert counts(world)[0] == 1, "it rests for this adapter"
-    await collect(world.client.generate("hi", adapter="other"))
+    await collect(world.client.stream_complete("hi", adapter="other"))
     assert counts(world)[0] == 2
 
 
@@ -147,7 +147,7 @@ async def test_after_the_first_message_nothing_is_tried_again(world: World) -> N
     for plane in world.planes:
         plane.late_error = UnavailableError("gone")
     with pytest.raises(UnavailableError, match="gone"):
-        await collect(world.client.generate("hi", adapter="tone"))
+        await collect(world.client.stream_complete("hi", adapter="tone"))
     assert sum(counts(world)) == 1
 
 
@@ -155,7 +155,7 @@ async def test_other_errors_are_not_taken_elsewhere(world: World) -> None:
     for plane in world.planes:
         plane.error = ResourceExhaustedError("full", retry_after_s=2.0)
     with pytest.raises(ResourceExhaustedError):
-        await collect(world.client.generate("hi", adapter="tone"))
+        await collect(world.client.stream_complete("hi", adapter="tone"))
     assert sum(counts(world)) == 1
 
 
@@ -163,12 +163,12 @@ async def test_when_all_are_away_the_last_error_says_so(world: World) -> None:
     for plane in world.planes:
         plane.error = UnavailableError("starting")
     with pytest.raises(UnavailableError, match="starting"):
-        await collect(world.client.generate("hi", adapter="tone"))
+        await collect(world.client.stream_complete("hi", adapter="tone"))
     assert counts(world) == [1, 1, 1]
 
 
 async def test_closing_a_stream_gives_its_place_back(world: World) -> None:
-    stream = world.client.generate("hi")
+    stream = world.client.stream_complete("hi")
     await anext(stream)
     assert world.client._replicas._in_flight.total() == 1
     await stream.aclose()

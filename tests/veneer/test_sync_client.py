@@ -85,14 +85,14 @@ def test_methods_arguments_and_results_are_those_of_the_asynchronous_client(ours
 
 def test_a_stream_is_an_iterator(client: SyncClient, generation: Generation) -> None:
     generation.scripts = [[SERVED, LAST]]
-    assert list(client.generate("hi", adapter="tone")) == [SERVED.served, SERVED.chunk, LAST.chunk, LAST.finish]
+    assert list(client.stream_complete("hi", adapter="tone")) == [SERVED.served, SERVED.chunk, LAST.chunk, LAST.finish]
     assert generation.requests[0].adapter.adapter == "tone"
 
 
 def test_errors_are_the_same_ones(client: SyncClient, generation: Generation) -> None:
     generation.scripts = [[ResourceExhaustedError("full", retry_after_s=2.0)]]
     with pytest.raises(ResourceExhaustedError) as caught:
-        next(client.generate("hi"))
+        next(client.stream_complete("hi"))
     assert caught.value.retry_after_s == 2.0
 
 
@@ -110,7 +110,7 @@ def test_closing_a_stream_cancels_its_request(
     client: SyncClient, thread: LoopThread, generation: Generation, end: Callable[[Any], None]
 ) -> None:
     generation.scripts = [[SERVED, asyncio.Event()]]
-    stream = client.generate("hi")
+    stream = client.stream_complete("hi")
     assert next(stream) == SERVED.served
     end(stream)
     assert ended(thread, generation)
@@ -120,7 +120,7 @@ def test_closing_a_stream_cancels_its_request(
 
 def test_a_stream_that_is_dropped_cancels_its_request(client: SyncClient, thread: LoopThread, generation: Generation) -> None:
     generation.scripts = [[SERVED, asyncio.Event()]]
-    for _ in client.generate("hi"):
+    for _ in client.stream_complete("hi"):
         break
     gc.collect()
     assert ended(thread, generation)
@@ -145,7 +145,7 @@ def test_ctrl_c_cancels_the_request(client: SyncClient, thread: LoopThread, gene
 
     has_first: list[bool] = []
     generation.scripts = [[pb.GenerateResponse(served=SERVED.served), Interrupt()]]
-    stream = client.generate("hi")
+    stream = client.stream_complete("hi")
     assert next(stream) == SERVED.served
     with pytest.raises(KeyboardInterrupt):
         has_first.append(True)
@@ -157,7 +157,7 @@ def test_another_thread_may_close_a_stream_that_is_waited_for(
     client: SyncClient, thread: LoopThread, generation: Generation
 ) -> None:
     generation.scripts = [[pb.GenerateResponse(served=SERVED.served), asyncio.Event()]]
-    stream = client.generate("hi")
+    stream = client.stream_complete("hi")
     assert next(stream) == SERVED.served
 
     async def waited_for() -> None:
@@ -178,7 +178,7 @@ def test_a_call_that_runs_ends_cancelled_when_the_client_is_closed(
     client: SyncClient, thread: LoopThread, generation: Generation
 ) -> None:
     generation.scripts = [[SERVED, asyncio.Event()]]
-    stream = client.generate("hi")
+    stream = client.stream_complete("hi")
     assert next(stream) == SERVED.served
     client.close()
     with pytest.raises(VeneerError) as caught:
@@ -193,7 +193,7 @@ def test_a_call_that_runs_ends_cancelled_when_the_client_is_closed(
 def test_threads_share_a_client(client: SyncClient, generation: Generation) -> None:
     generation.scripts = [[SERVED, LAST] for _ in range(32)]
     with ThreadPoolExecutor(8) as pool:
-        streams = list(pool.map(lambda index: list(client.generate(f"{index}")), range(32)))
+        streams = list(pool.map(lambda index: list(client.stream_complete(f"{index}")), range(32)))
     assert [len(events) for events in streams] == [4] * 32
     assert {request.text for request in generation.requests} == {f"{index}" for index in range(32)}
 
@@ -259,7 +259,7 @@ def ask_in_child(*ways):
 assert ask_in_child(lambda: make().adapters()) == 7, "before the first client"
 client = make()
 assert len(client.adapters()) == 6
-assert ask_in_child(client.adapters, lambda: client.generate("hi"), client.close, make) == 8
+assert ask_in_child(client.adapters, lambda: client.stream_complete("hi"), client.close, make) == 8
 assert len(client.adapters()) == 6
 """
 

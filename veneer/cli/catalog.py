@@ -42,6 +42,9 @@ def publish(
         typer.Option(help="Its signature; else `model.sig` in the folder, if there is one.", exists=True, dir_okay=False),
     ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Have a data plane run it before the alias moves.")] = False,
+    exist_ok: Annotated[
+        bool, typer.Option("--exist-ok", help="Files that are a version of the adapter already: say which, and end well.")
+    ] = False,
     request_id: Annotated[str, typer.Option(help="Your own identifier: repeating a publish with it changes nothing.")] = "",
     json: Json = False,
 ) -> None:
@@ -62,6 +65,7 @@ def publish(
                 origin=origin,
                 signature=signature,
                 probe=probe,
+                exist_ok=exist_ok,
                 request_id=request_id,
                 progress=lambda sent, total: progress.update(task, completed=sent, total=total),
             )

@@ -67,6 +67,44 @@ def test_an_adapter_goes_from_folder_to_answer_and_back(
     assert checked["report"] == reported["report"]
 
 
+def test_a_publish_may_be_run_again_and_says_which_version_it_is(veneer: Run, make_folder: Callable[[int], Path]) -> None:
+    folder = make_folder(61)
+    first = json.loads(ok(veneer("publish", folder, "--adapter", "again", "--json")))
+    again = json.loads(ok(veneer("publish", folder, "--adapter", "again", "--exist-ok", "--label", "later", "--json")))
+    assert (again["version"], again["alias"]) == (first["version"], first["alias"])
+    ok(veneer("publish", folder, "--adapter", "again", "--exist-ok", "--alias", "stable"))
+    elsewhere = veneer("publish", folder, "--adapter", "again", "--exist-ok", "--alias", "canary")
+    assert (elsewhere.status, "alias canary does not serve it alone" in elsewhere.err) == (1, True)
+    assert veneer("publish", folder, "--adapter", "again").status == 1
+    assert "ALREADY_EXISTS" in veneer("publish", folder, "--adapter", "another", "--exist-ok").err
+    ok(veneer("publish", make_folder(63), "--adapter", "again", "--alias", "stable"))
+    ok(veneer("retire", "again", "1"))
+    assert "ALREADY_EXISTS" in veneer("publish", folder, "--adapter", "again", "--exist-ok").err
+
+
+def test_an_answer_comes_from_a_version_that_is_named_in_any_way(veneer: Run, make_folder: Callable[[int], Path]) -> None:
+    ok(veneer("publish", make_folder(62), "--adapter", "named"))
+    [version] = json.loads(ok(veneer("versions", "named", "--json")))
+    digest = version["digest"]
+    ask = ("generate", "hello", "--adapter", "named", "--max-tokens", 2, "--json", "--version")
+    assert [served(veneer(*ask, name))["version"] for name in ("1", "v1", digest[:10], digest)] == [digest] * 4
+    missing = veneer(*ask, "7")
+    assert (missing.status, "has no version 7" in missing.err) == (1, True)
+    assert "Name it: --adapter" in veneer("generate", "hello", "--version", "1").err
+    assert "the whole digest" in veneer(*ask, "1", "--owner", "acme").err
+
+
+def test_an_answer_matches_the_schema_expression_or_grammar_on_the_command_line(veneer: Run, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    file, grammar = tmp_path / "schema.json", tmp_path / "yes.lark"
+    file.write_text(json.dumps(schema))
+    grammar.write_text('start: "yes" | "no"')
+    for given in (file, json.dumps(schema)):
+        assert json.loads(ok(veneer("generate", "hello", "--json-schema", given)))["ok"] in (True, False)
+    assert re.fullmatch(r"[ab]{3}\n", ok(veneer("generate", "hello", "--regex", "[ab]{3}")))
+    assert ok(veneer("generate", "hello", "--grammar", grammar)).strip() in ("yes", "no")
+
+
 def test_a_published_version_is_given_a_signature(veneer: Run, make_folder: Callable[[int], Path], tmp_path: Path) -> None:
     signer, folder = Signer(), make_folder(31)
     pem, signature = tmp_path / "trainer.pem", tmp_path / "later.sig"

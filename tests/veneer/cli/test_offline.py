@@ -258,3 +258,27 @@ def test_a_change_is_told_in_words() -> None:
     assert changed(json.dumps(was), json.dumps({**was, "generation": 2, "update_time": "b"})) == "tone/stable: generation 1 → 2"
     assert changed("", json.dumps({"name": "tone", "frozen": False, "create_time": "a"})) == "name tone"
     assert changed(json.dumps({"digest": "d" * 90}), "") == f"digest {'d' * 59}…"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--regex", "a", "--json-schema", "{}"), "cannot be given together"),
+        (("--json-schema", "absent.json"), "neither a file nor a JSON object"),
+        (("--json-schema", "{"), "is no JSON"),
+        (("--json-schema", "LIST"), "is no schema"),
+        (("--json-schema", "BYTES"), "not text in UTF-8"),
+        (("--grammar", "EMPTY"), "--grammar: has 0 bytes"),
+        (("--regex", ""), "--regex: has 0 bytes"),
+        (("--regex", "a" * 1025), "--regex: has 1025 bytes"),
+    ],
+)
+def test_a_constraint_that_cannot_be_one_is_refused_before_anything_is_sent(
+    run: Run, tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    files = {"LIST": b"[1]", "BYTES": b"\xff", "EMPTY": b""}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    given = [str(tmp_path / one) if one in files else one for one in options]
+    outcome = run("--state", tmp_path, "--key", "vnr_x", "generate", "hi", *given)
+    assert (outcome.status, words in outcome.err) == (1, True), outcome.err

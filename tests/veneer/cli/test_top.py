@@ -102,7 +102,7 @@ def test_it_shows_running_streams_by_tenant_and_data_planes_that_are_away(run: R
 
     def ask() -> None:
         while not done.is_set():
-            list(client.generate("once upon a time", sampling=sampling))
+            list(client.stream_complete("once upon a time", sampling=sampling))
 
     with SyncClient(control=state.control, data=state.data, key=state.tenant_key) as client, ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(ask) for _ in range(4)]

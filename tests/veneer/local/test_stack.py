@@ -37,7 +37,7 @@ async def tokens(client: Client, *, adapter: str = "") -> list[int]:
     """Eight greedy tokens."""
     sampling = pb.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     ids: list[int] = []
-    async for event in client.generate("hello", adapter=adapter, sampling=sampling):
+    async for event in client.stream_complete("hello", adapter=adapter, sampling=sampling):
         ids += event.ids if isinstance(event, pb.Chunk) else []
     return ids
 
