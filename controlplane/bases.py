@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Row, or_, select, tuple_
+from sqlalchemy import Row, or_, select, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -15,7 +15,7 @@ from controlplane import models
 from controlplane.db import OPERATOR, PUBLIC, Database
 from controlplane.paging import page_limit, page_start, page_token
 from veneer.artifact import BaseDescription, TargetModule
-from veneer.errors import AlreadyExistsError, NotFoundError
+from veneer.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, Violation
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,19 @@ class Bases:
         self._database = database
 
     async def register(self, base: BaseDescription) -> RegisteredBase:
-        """Registers a base; the same digest again gives the stored row.
+        """Registers a base; the same digest again gives the stored row, to which it adds the ends of sequences if it has none.
 
         Raises:
+            InvalidArgumentError: An end of sequences is no token of the base.
             AlreadyExistsError: Another base has the name.
         """
+        faults = [
+            Violation(f"ends.token_ids[{place}]", f"{id_} is not below the vocabulary's size, {base.vocab_size}")
+            for place, id_ in enumerate(base.eos_ids or ())
+            if id_ >= base.vocab_size
+        ]
+        if faults:
+            raise InvalidArgumentError.of(faults)
         taken = AlreadyExistsError(f"another base is named {base.name!r}")
         row = {
             "digest": base.digest,
@@ -48,10 +56,15 @@ class Bases:
             "vocab_size": base.vocab_size,
             "max_context": base.max_context,
             "known_names": list(base.known_names),
+            "eos_ids": None if base.eos_ids is None else list(base.eos_ids),
         }
+        columns = models.bases.c
+        is_less = (columns.digest == base.digest, columns.eos_ids.is_(None))
         async with self._database.transaction(OPERATOR, refusals={"uq_bases_name": taken}) as connection:
             await connection.execute(insert(models.bases).values(row).on_conflict_do_nothing(index_elements=["digest"]))
-            stored = (await connection.execute(select(models.bases).where(models.bases.c.digest == base.digest))).one()
+            if base.eos_ids is not None:
+                await connection.execute(update(models.bases).where(*is_less).values(eos_ids=row["eos_ids"]))
+            stored = (await connection.execute(select(models.bases).where(columns.digest == base.digest))).one()
         return _base(stored)
 
     async def page(self, *, page_size: int, token: str) -> tuple[list[RegisteredBase], str]:
@@ -108,5 +121,6 @@ def _base(row: Row[Any]) -> RegisteredBase:
         vocab_size=row.vocab_size,
         max_context=row.max_context,
         known_names=tuple(row.known_names),
+        eos_ids=None if row.eos_ids is None else tuple(row.eos_ids),
     )
     return RegisteredBase(description, row.create_time)

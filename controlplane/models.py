@@ -70,6 +70,7 @@ bases = Table(
     Column("vocab_size", BigInteger, nullable=False),
     Column("max_context", BigInteger, nullable=False),
     Column("known_names", ARRAY(Text), nullable=False),
+    Column("eos_ids", ARRAY(BigInteger)),
     _created(),
     UniqueConstraint("name"),
     CheckConstraint("digest ~ '^[0-9a-f]{64}$'", name="digest"),

@@ -198,6 +198,7 @@ def base_message(base: RegisteredBase) -> bases_pb2.Base:
         vocab_size=known.vocab_size,
         max_context=known.max_context,
         known_names=known.known_names,
+        ends=None if known.eos_ids is None else bases_pb2.SequenceEnds(token_ids=known.eos_ids),
         create_time=timestamp(base.create_time),
     )
 
@@ -214,6 +215,7 @@ def base_description(base: bases_pb2.Base) -> BaseDescription:
         vocab_size=base.vocab_size,
         max_context=base.max_context,
         known_names=tuple(base.known_names),
+        eos_ids=tuple(base.ends.token_ids) if base.HasField("ends") else None,
     )
 
 

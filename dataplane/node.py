@@ -83,7 +83,7 @@ class Node:
         """
         settings = self._settings
         base = await asyncio.to_thread(describe_base, settings.model_dir)
-        config = engine_config(settings, base.digest)
+        config = engine_config(settings, base)
         self.base_digest = base.digest
         self.metrics = Metrics(self._registry, base_name=base.name)
         self._channel = open_channel(settings.control_plane, ca_pem=control_plane_ca(settings))

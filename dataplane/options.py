@@ -7,11 +7,12 @@ from pathlib import Path
 from dataplane.engine.config import EngineConfig
 from dataplane.resolution import TenantLimits
 from dataplane.settings import Settings
+from veneer.artifact import BaseDescription
 from veneer.errors import InvalidArgumentError, Violation
 from veneer.server import ServerOptions, Tls
 
 
-def engine_config(settings: Settings, base_digest: str) -> EngineConfig:
+def engine_config(settings: Settings, base: BaseDescription) -> EngineConfig:
     """Returns the settings of the engine."""
     return EngineConfig(
         model_dir=str(Path(settings.model_dir).resolve()),
@@ -41,7 +42,8 @@ def engine_config(settings: Settings, base_digest: str) -> EngineConfig:
         decode_price=settings.decode_price,
         rank_row_price=settings.rank_row_price,
         load_mib_price=settings.load_mib_price,
-        base_digest=base_digest,
+        base_digest=base.digest,
+        eos_ids=base.eos_ids,
     )
 
 

@@ -47,6 +47,7 @@ class OperatorClient(OrganizationCalls, ServingCalls):
             vocab_size=base.vocab_size,
             max_context=base.max_context,
             known_names=base.known_names,
+            ends=None if base.eos_ids is None else bases_pb2.SequenceEnds(token_ids=base.eos_ids),
         )
         response = await self._ask(self._bases.RegisterBase, bases_pb2.RegisterBaseRequest(base=message))
         return typed(bases_pb2.Base, response.base)

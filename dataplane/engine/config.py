@@ -76,6 +76,7 @@ class EngineConfig:
         rank_row_price: What a rank row of an adapter costs in a step.
         load_mib_price: What a MiB of an adapter costs that is copied to the device.
         base_digest: Digest of the base model, part of every cache key.
+        eos_ids: Ids that end a sequence, for grammars; None: those of generation_config.json, else of config.json.
     """
 
     model_dir: str
@@ -106,6 +107,7 @@ class EngineConfig:
     rank_row_price: float = 0.07
     load_mib_price: float = 1.9
     base_digest: str = ""
+    eos_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Checks every field.
@@ -162,4 +164,7 @@ class EngineConfig:
     @classmethod
     def from_json(cls, text: str | bytes) -> EngineConfig:
         """Reads what `to_json` wrote."""
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        if fields.get("eos_ids") is not None:
+            fields["eos_ids"] = tuple(fields["eos_ids"])
+        return cls(**fields)

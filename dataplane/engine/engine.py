@@ -106,7 +106,7 @@ class Engine:
         self._scheduler = Scheduler(limits, self._pool, self._adapters)
         self._page_bytes = memory.page_bytes
         self._unloads = Unloads(self._adapters, self._scheduler, page_bytes=memory.page_bytes)
-        compiler = GrammarCompiler(Path(config.model_dir), vocab_size=model.vocab_size)
+        compiler = GrammarCompiler(Path(config.model_dir), vocab_size=model.vocab_size, eos_ids=config.eos_ids)
         self._grammars = Grammars(compiler, wake=self._wake.set, max_pending=config.max_waiting)
         self._projections = model.projections
         self._unit_bytes = config.arena_unit_bytes

@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +34,8 @@ _MAX_THREADS = 4
 def read_eos_ids(folder: Path) -> tuple[int, ...]:
     """Returns the ids that end a sequence: those of a model folder's generation_config.json, else of its config.json.
 
+    For an engine that was told of none; a node tells it of all that the folder's files name.
+
     Raises:
         FailedPreconditionError: One of these is no JSON.
     """
@@ -57,12 +59,13 @@ class GrammarCompiler:
     Args:
         folder: Model folder with tokenizer.json. It is read here, which takes a second for a large vocabulary.
         vocab_size: Rows of the model's embedding.
+        eos_ids: Ids that end a sequence; None: see `read_eos_ids`.
     """
 
-    def __init__(self, folder: Path, *, vocab_size: int) -> None:
+    def __init__(self, folder: Path, *, vocab_size: int, eos_ids: Sequence[int] | None = None) -> None:
         self._tokenizer = None
         self._missing = ""
-        eos_ids = [id_ for id_ in read_eos_ids(folder) if id_ < vocab_size]
+        eos_ids = [id_ for id_ in (read_eos_ids(folder) if eos_ids is None else eos_ids) if id_ < vocab_size]
         path = folder / "tokenizer.json"
         if importlib.util.find_spec("llguidance") is None:
             self._missing = "structured outputs need the package llguidance, which is not installed"

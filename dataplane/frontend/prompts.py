@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataplane.engine.grammar import GrammarCompiler, read_eos_ids
+from dataplane.engine.grammar import GrammarCompiler
 from dataplane.frontend.chat_template import ChatTemplate
 from dataplane.frontend.detokenizer import Detokenizer
 from dataplane.frontend.grammars import Grammars
 from dataplane.frontend.tokenizer import Tokenizer, TokenizerError
+from veneer.artifact import read_eos_ids
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError, Violation
 
 _SHORT = 1024  # characters; so many are tokenized in well under a millisecond, less than a hop to another thread costs
@@ -80,6 +81,7 @@ class Prompts:
     Raises:
         TokenizerError: The folder's tokenizer is missing or not supported.
         TemplateError: The folder's chat template is none.
+        ArtifactError: A file of the folder is broken, or names no token as the end of a sequence.
     """
 
     def __init__(self, folder: Path, *, max_context: int, vocab_size: int, num_threads: int = 2, max_pending: int = 1024) -> None:
@@ -90,8 +92,8 @@ class Prompts:
             raise TokenizerError(f"tokenizer.json knows {self.tokenizer.vocab_size} ids, the model only {vocab_size}")
         config = _read_json(folder / "tokenizer_config.json")
         self._template = _template(folder, config)
-        self.eos_ids = read_eos_ids(folder)
-        self.grammars = Grammars(GrammarCompiler(folder, vocab_size=vocab_size))
+        self.eos_ids = read_eos_ids(folder, vocab_size=vocab_size)
+        self.grammars = Grammars(GrammarCompiler(folder, vocab_size=vocab_size, eos_ids=self.eos_ids))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="prompts")
         self._pending = 0
         self._max_pending = max_pending
@@ -113,6 +115,24 @@ class Prompts:
             for spelling in (word.lstrip(" "), " " + word.lstrip(" "))
         )
         return tuple(dict.fromkeys(ids for ids in cut if ids))
+
+    def stop_ids(self, stops: Sequence[str]) -> tuple[int, ...]:
+        """Returns the ids of stop strings that are special tokens: these have no text in which they could be found.
+
+        Raises:
+            InvalidArgumentError: A special token stands within a longer stop string.
+        """
+        special, ids, faults = self.tokenizer.special_tokens, [], []
+        for place, stop in enumerate(stops):
+            if (id_ := special.get(stop)) is not None:
+                ids.append(id_)
+            elif inside := [token for token in special if token in stop]:
+                token = max(inside, key=len)
+                fault = f"contains the special token {token!r}, which has no text: name it alone, or its id in stop_token_ids"
+                faults.append(Violation(f"sampling.stop[{place}]", fault))
+        if faults:
+            raise InvalidArgumentError.of(faults)
+        return tuple(ids)
 
     async def prepare(self, prompt: Prompt, *, max_tokens: int | None) -> Budget:
         """Returns the prompt's ids and how many tokens may follow; long texts are tokenized on another thread.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import grpc
+import pytest
 
 from tests.fixtures.controlplane import BASE_DIGEST, World, refused, tiny_base
 from veneer.controlplane.v1 import bases_pb2
@@ -25,6 +26,29 @@ async def test_registering_a_digest_again_gives_the_stored_row(world: World) -> 
     await world.base(dataclasses.replace(tiny_base(), name="another name"))
     listed = (await world.operator.bases.ListBases(bases_pb2.ListBasesRequest())).bases
     assert [one.name for one in listed] == ["tiny"]
+
+
+async def ends(world: World) -> list[tuple[int, ...] | None]:
+    listed = (await world.operator.bases.ListBases(bases_pb2.ListBasesRequest())).bases
+    return [tuple(one.ends.token_ids) if one.HasField("ends") else None for one in listed]
+
+
+@pytest.mark.parametrize("eos_ids", [(), (2,), (31, 0)])
+async def test_the_ends_of_sequences_are_kept_and_added_to_a_base_that_lacks_them(world: World, eos_ids: tuple[int, ...]) -> None:
+    await world.base()
+    assert await ends(world) == [None]
+    await world.base(dataclasses.replace(tiny_base(), eos_ids=eos_ids))
+    assert await ends(world) == [eos_ids]
+    await world.base()
+    await world.base(dataclasses.replace(tiny_base(), eos_ids=(7,)))
+    assert await ends(world) == [eos_ids]
+
+
+async def test_an_end_beyond_the_vocabulary_is_refused(world: World) -> None:
+    code, message = await refused(world.base(dataclasses.replace(tiny_base(), eos_ids=(31, 32))))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "ends.token_ids[1]" in message
+    assert "32" in message
 
 
 async def test_a_name_belongs_to_one_base(world: World) -> None:

@@ -89,6 +89,7 @@ def test_the_rules_of_a_message_compile(descriptor: Descriptor) -> None:
     [
         base(),
         base(known_names=["HuggingFaceTB/tiny"]),
+        base(ends=bases_pb2.SequenceEnds()),
         bases_pb2.RegisterBaseRequest(base=base()),
         tenants_pb2.Tenant(name="acme", weight=0),
         tenants_pb2.CreateKeyRequest(roles=[tenants_pb2.ROLE_OWNER, tenants_pb2.ROLE_CALLER], lifetime=Duration(seconds=1)),
@@ -174,6 +175,7 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         # lists
         (base(modules=[]), "modules", "repeated.min_items"),
         (base(known_names=["n"] * 65), "known_names", "repeated.max_items"),
+        (base(ends=bases_pb2.SequenceEnds(token_ids=[1] * 1025)), "ends.token_ids", "repeated.max_items"),
         (tenants_pb2.CreateKeyRequest(roles=[1, 1]), "roles", "repeated.unique"),
         (sampling(stop=["x"] * 9), "sampling.stop", "repeated.max_items"),
         (sampling(stop_token_ids=[1] * 65), "sampling.stop_token_ids", "repeated.max_items"),

@@ -9,7 +9,7 @@ is ever unpickled.
 from __future__ import annotations
 
 from veneer.artifact.artifact import Artifact, Vectors, check
-from veneer.artifact.base_model import describe_base
+from veneer.artifact.base_model import describe_base, read_eos_ids
 from veneer.artifact.base_weights import BaseWeights
 from veneer.artifact.description import BaseDescription, TargetModule
 from veneer.artifact.digest import version_digest
@@ -35,5 +35,6 @@ __all__ = [
     "Vectors",
     "check",
     "describe_base",
+    "read_eos_ids",
     "version_digest",
 ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from veneer.artifact.description import BaseDescription, TargetModule
 from veneer.artifact.digest import Manifest
+from veneer.artifact.ends import find_ends
 from veneer.artifact.families import read_family, read_max_context, read_modules, whole
 from veneer.artifact.faults import Faults, quote
 from veneer.artifact.header import DTYPE_BYTES, FLOAT_DTYPES, HeaderLimits, TensorRef, read_header
@@ -61,12 +63,13 @@ def describe_base(folder: Path, *, name: str | None = None, known_names: Sequenc
     max_context = read_max_context(config, faults=faults)
     faults.raise_if_any()
     _check_tensors(shapes, modules, num_layers, vocab_size, int(config["hidden_size"]), faults=faults)
+    eos_ids, named_apart = _read_ends(folder, config, vocab_size, faults=faults)
     faults.raise_if_any()
     written_name = _read_name(config)
     chosen = name or written_name or folder.resolve().name
     others = [other for other in (*known_names, written_name, folder.resolve().name) if other and other != chosen]
     return BaseDescription(
-        digest=_digest(config, shards, text),
+        digest=_digest(config, shards, text, eos_ids if named_apart else ()),
         name=chosen[:200],
         family=family.name,
         num_layers=num_layers,
@@ -74,7 +77,41 @@ def describe_base(folder: Path, *, name: str | None = None, known_names: Sequenc
         vocab_size=vocab_size,
         max_context=max_context,
         known_names=tuple(dict.fromkeys(other[:200] for other in others)),
+        eos_ids=eos_ids,
     )
+
+
+def read_eos_ids(folder: Path, *, vocab_size: int) -> tuple[int, ...]:
+    """Gives the ids that end a sequence; see `find_ends`.
+
+    Args:
+        folder: A model folder as for `describe_base`; files that are missing name no end.
+        vocab_size: Rows of the token embedding.
+
+    Raises:
+        ArtifactError: A file of the folder cannot be read, or names no token.
+    """
+    faults = Faults(64)
+    config = _read_optional_json(folder / "config.json", faults=faults)
+    eos_ids, _ = _read_ends(folder, config, vocab_size, faults=faults)
+    faults.raise_if_any()
+    return eos_ids
+
+
+def _read_ends(folder: Path, config: dict[str, Any], vocab_size: int, *, faults: Faults) -> tuple[tuple[int, ...], bool]:
+    """Gives the ids that end a sequence, and whether special_tokens_map.json, of which the digest is not made, names one more."""
+    tokenizer = folder / "tokenizer.json"
+    find = partial(
+        find_ends,
+        generation=_read_optional_json(folder / "generation_config.json", faults=faults),
+        config=config,
+        settings=_read_optional_json(folder / "tokenizer_config.json", faults=faults),
+        tokenizer=_read_bytes(tokenizer, faults=faults) if tokenizer.exists() else b"{}",
+        vocab_size=vocab_size,
+        faults=faults,
+    )
+    eos_ids = find(special_tokens=_read_optional_json(folder / "special_tokens_map.json", faults=faults))
+    return eos_ids, len(eos_ids) > len(find(special_tokens={}))
 
 
 def _read_name(config: dict[str, Any]) -> str:
@@ -192,8 +229,11 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def _digest(config: dict[str, Any], shards: Sequence[Shard], text: dict[str, bytes]) -> str:
-    """Hashes the parts in a fixed order; how tensors are spread over files does not matter."""
+def _digest(config: dict[str, Any], shards: Sequence[Shard], text: dict[str, bytes], ends_apart: Sequence[int]) -> str:
+    """Hashes the parts in a fixed order; how tensors are spread over files does not matter.
+
+    Ends are a part of their own only where the other parts do not name them all, so that other bases keep their digests.
+    """
     manifest = Manifest("veneer.base.v1")
     manifest.add("config", _canonical(_without_volatile(config)))
     for tensor, path in sorted(
@@ -206,4 +246,6 @@ def _digest(config: dict[str, Any], shards: Sequence[Shard], text: dict[str, byt
                 manifest.feed(source.read(offset, min(_CHUNK_BYTES, tensor.offset + tensor.size_bytes - offset)))
     for part in ("tokenizer", "tokenizer_config", "template", "tokens"):
         manifest.add(part, text[part])
+    if ends_apart:
+        manifest.add("ends", _canonical(list(ends_apart)))
     return manifest.hexdigest()

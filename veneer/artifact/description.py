@@ -60,6 +60,7 @@ class BaseDescription:
         vocab_size: Rows of the token embedding, in tokens.
         max_context: Longest context, in tokens.
         known_names: Other names under which adapter files may refer to it.
+        eos_ids: Tokens that end a sequence; None where that is not known (registered before it was kept).
     """
 
     digest: str
@@ -70,6 +71,7 @@ class BaseDescription:
     vocab_size: int
     max_context: int
     known_names: tuple[str, ...] = ()
+    eos_ids: tuple[int, ...] | None = None
 
     @property
     def edges(self) -> tuple[TargetModule, ...]:
@@ -94,4 +96,6 @@ class BaseDescription:
         fields = json.loads(text)
         fields["modules"] = tuple(TargetModule(**module) for module in fields["modules"])
         fields["known_names"] = tuple(fields["known_names"])
+        if fields.get("eos_ids") is not None:
+            fields["eos_ids"] = tuple(fields["eos_ids"])
         return cls(**fields)

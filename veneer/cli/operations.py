@@ -40,7 +40,14 @@ def add_base(
             return await operator.register_base(description)
 
     base = asyncio.run(run())
-    print_json(base) if json else say(f"registered {base.name}: {base.digest}")
+    if json:
+        print_json(base)
+        return
+    say(f"registered {base.name}: {base.digest}")
+    if base.ends.token_ids:
+        say(f"a sequence ends at the tokens {_ends(base)}")
+    else:
+        say("no token is named that ends a sequence: answers end at their limit, and structured outputs are off")
 
 
 @bases.command("list")
@@ -57,9 +64,17 @@ def list_bases(context: typer.Context, *, json: Json = False) -> None:
         print_json(found)
         return
     rows = [
-        (base.name, short(base.digest), base.family, base.num_layers, base.max_context, when(base.create_time)) for base in found
+        (base.name, short(base.digest), base.family, base.num_layers, base.max_context, _ends(base), when(base.create_time))
+        for base in found
     ]
-    print_table("bases", ("name", "digest", "family", "layers", "context", "registered"), rows)
+    print_table("bases", ("name", "digest", "family", "layers", "context", "ends", "registered"), rows)
+
+
+def _ends(base: bases_pb2.Base) -> str:
+    """Tokens that end a sequence; `-` where that was not kept."""
+    if not base.HasField("ends"):
+        return "-"
+    return ", ".join(map(str, base.ends.token_ids)) or "none"
 
 
 def status(context: typer.Context, *, json: Json = False) -> None:

@@ -187,6 +187,12 @@ def test_a_base_without_an_end_has_no_structured_outputs(spoken_dir: Path, tmp_p
         GrammarCompiler(tmp_path, vocab_size=VOCAB).compile(of_regex("a"))
 
 
+def test_an_end_that_only_the_tokenizer_names_is_enough_for_structured_outputs(spoken_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((spoken_dir / "tokenizer.json").read_bytes())
+    compiler = GrammarCompiler(tmp_path, vocab_size=VOCAB, eos_ids=(EOS,))
+    assert not compiler.compile(of_regex("a")).is_error()
+
+
 @pytest.mark.parametrize(("content", "ids"), [({"eos_token_id": 2}, (2,)), ({"eos_token_id": [3, 4]}, (3, 4)), ({}, (7,))])
 def test_ends_of_sequences_come_from_the_generation_config_first(tmp_path: Path, content: Any, ids: tuple[int, ...]) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(content))

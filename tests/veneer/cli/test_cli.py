@@ -352,9 +352,14 @@ def test_the_operators_key_may_be_named_by_its_file(run: Run, stack: LocalStack,
 
 
 def test_a_base_is_registered_once_and_listed(veneer: Run, model_dir: Path, model_base: BaseDescription) -> None:
-    assert model_base.digest in ok(veneer("base", "add", model_dir))
+    said = ok(veneer("base", "add", model_dir))
+    assert model_base.digest in said
+    assert model_base.eos_ids
+    ends = ", ".join(map(str, model_base.eos_ids))
+    assert f"a sequence ends at the tokens {ends}" in said
     listed = json.loads(ok(veneer("base", "list", "--json")))
-    assert [base["digest"] for base in listed] == [model_base.digest]
+    assert [(base["digest"], base["ends"]["token_ids"]) for base in listed] == [(model_base.digest, list(model_base.eos_ids))]
+    assert ends in ok(veneer("base", "list"))
 
 
 def test_a_bad_adapter_is_refused_with_every_fault(veneer: Run, make_folder: Callable[[int], Path]) -> None:
