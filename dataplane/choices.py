@@ -59,6 +59,8 @@ def sampling_of(choice: Choice, budget: Budget, prompts: Prompts, *, seed: int, 
     if grammar and choice.ignore_eos:
         raise InvalidArgumentError.of([Violation("sampling.ignore_eos", "must be false with structured_outputs")])
     eos_ids = () if choice.ignore_eos else prompts.eos_ids
+    stop_ids = prompts.stop_ids(choice.stop) if choice.stop else ()
+    _check_stop_ids(choice.stop_token_ids, vocab_size=prompts.vocab_size)
     sampling = Sampling(
         max_tokens=budget.max_tokens,
         temperature=choice.temperature,
@@ -67,7 +69,7 @@ def sampling_of(choice: Choice, budget: Budget, prompts: Prompts, *, seed: int, 
         min_p=choice.min_p,
         repetition_penalty=choice.repetition_penalty,
         seed=seed_of(seed, index),
-        stop_token_ids=tuple(dict.fromkeys((*eos_ids, *choice.stop_token_ids))),
+        stop_token_ids=tuple(dict.fromkeys((*eos_ids, *choice.stop_token_ids, *stop_ids))),
         frequency_penalty=choice.frequency_penalty,
         presence_penalty=choice.presence_penalty,
         logit_bias=choice.logit_bias,
@@ -82,6 +84,16 @@ def sampling_of(choice: Choice, budget: Budget, prompts: Prompts, *, seed: int, 
         if faults:
             raise InvalidArgumentError.of(faults)
     return sampling
+
+
+def _check_stop_ids(ids: Sequence[int], *, vocab_size: int) -> None:
+    faults = [
+        Violation(f"sampling.stop_token_ids[{place}]", f"{id_} is not below the vocabulary's size, {vocab_size}")
+        for place, id_ in enumerate(ids)
+        if not 0 <= id_ < vocab_size
+    ]
+    if faults:
+        raise InvalidArgumentError.of(faults)
 
 
 def seed_of(seed: int, index: int) -> int:

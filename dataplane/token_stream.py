@@ -68,7 +68,7 @@ class TokenStream:
         detokenizer: Detokenizer of this request.
         stops: Stop strings of this request.
         stop_ids: Tokens whose text is not sent when one of them ends the sequence.
-        min_tokens: Stop strings are looked for in the text of later tokens only.
+        min_tokens: A stop string counts if it ends in the text of a later token, wherever it begins.
         max_bytes: Size of the buffer.
         max_waiting: Tokens in the buffer.
         slow_reader_s: How long the buffer may stay full.
@@ -182,10 +182,7 @@ class TokenStream:
             self._ids.append(id_)
             is_stop_token = delta.finish == "stop" and place == len(delta.ids) - 1 and id_ in self._stop_ids
             text = "" if is_stop_token else self._detokenizer.add(id_)
-            if self._num_generated <= self._min_tokens:
-                self._append(text)
-            else:
-                self._write(text)
+            self._write(text)
             if self._stops.found:
                 reason = "stop"
                 break
@@ -211,7 +208,7 @@ class TokenStream:
 
     def _write(self, text: str) -> None:
         if text:
-            self._append(self._stops.add(text))
+            self._append(self._stops.add(text, counts=self._num_generated > self._min_tokens))
 
     def _append(self, text: str) -> None:
         if text:

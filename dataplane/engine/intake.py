@@ -77,6 +77,8 @@ def check_rules(sampling: Sampling, *, num_prompt: int, vocab_size: int) -> list
     for token, number in biased:
         require(0 <= token < vocab_size, "logit_bias", f"of ids in [0, {vocab_size})", token)
         require(-100 <= number <= 100, f"logit_bias[{token}]", "in [-100, 100]", number)
+    for token in sampling.stop_token_ids:
+        require(0 <= token < vocab_size, "stop_token_ids", f"ids in [0, {vocab_size})", token)
     most = sampling.max_tokens
     require(0 <= sampling.min_tokens <= most, "min_tokens", f"0 to max_tokens = {most}", sampling.min_tokens)
     words = sampling.bad_words

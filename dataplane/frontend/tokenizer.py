@@ -44,6 +44,7 @@ class Tokenizer:
 
     Attributes:
         pieces: What each id adds to the text.
+        special_tokens: Ids of the special tokens by their content; they add nothing to the text.
         max_token_bytes: Most bytes of text that one token can stand for; None where the tokenizer may drop some of the text.
 
     Args:
@@ -61,6 +62,8 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.pieces = _pieces(self._tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens = {token.content: id_ for id_, token in added if token.special and token.content}
         self.max_token_bytes = _max_token_bytes(self._tokenizer)
 
     @property

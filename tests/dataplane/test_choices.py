@@ -102,6 +102,11 @@ async def test_the_prompt_is_sent_back_once_with_its_logprobs(roomy: Stage) -> N
     [
         ("sampling.min_tokens", {"min_tokens": 5, "max_tokens": 4}),
         ("sampling.logit_bias", {"logit_bias": ((500, 1.0),)}),
+        ("sampling.stop_token_ids[1]", {"stop_token_ids": (499, 500)}),
+        ("sampling.stop_token_ids[0]", {"stop_token_ids": (2**32 - 1,)}),
+        ("sampling.stop[1]", {"stop": ("END", "and <|im_end|>")}),
+        ("sampling.stop[0]", {"stop": ("<|im_end|>\n",)}),
+        ("sampling.stop[0]", {"stop": ("<|im_end|><|im_end|>",)}),
     ],
 )
 async def test_rules_that_do_not_fit_are_refused_before_the_engine_hears_of_them(
@@ -112,6 +117,26 @@ async def test_rules_that_do_not_fit_are_refused_before_the_engine_hears_of_them
     assert [violation.field for violation in caught.value.violations] == [field]
     assert stage.engine.submits == []
     assert stage.holds_nothing()
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_a_stop_string_that_is_a_special_token_ends_every_choice_at_it(roomy: Stage, ignore_eos: bool) -> None:
+    end = roomy.prompts.tokenizer.token_id("<|im_start|>")
+    assert end is not None
+    roomy.engine.script = (delta(70), delta(71, end, index=1, finish="stop"))
+    parts = await roomy.run(with_choice(n=2, stop=("END", "<|im_start|>"), stop_token_ids=(9,), ignore_eos=ignore_eos))
+    own = () if ignore_eos else roomy.prompts.eos_ids
+    assert [submit.sampling.stop_token_ids for submit in roomy.engine.submits] == [(*own, 9, end)] * 2
+    ends = [part.piece.end for part in parts if part.piece.end is not None]
+    assert [end.reason for end in ends] == ["stop", "stop"]
+    for choice in (0, 1):
+        text = "".join(part.piece.text for part in parts if part.choice == choice)
+        assert text == roomy.prompts.tokenizer.decode((70, 71))
+
+
+async def test_a_part_of_a_special_token_is_an_ordinary_stop_string(stage: Stage) -> None:
+    await stage.run(with_choice(stop=("<|im", "|>", "<tool call>")))
+    assert stage.engine.submits[0].sampling.stop_token_ids == stage.prompts.eos_ids
 
 
 async def test_bad_words_are_cut_alone_and_after_a_space(stage: Stage) -> None:

@@ -129,12 +129,32 @@ async def test_text_that_was_held_back_comes_at_the_end(streams: Streams) -> Non
     assert "".join(piece.text for piece in await read(stream)) == "the fox EN"
 
 
-async def test_an_unfinished_character_becomes_its_replacement_at_the_end(streams: Streams) -> None:
-    ids = streams.ids("你")[:-1] or streams.ids("👩")[:-1]
-    assert ids
-    stream = streams.open(delta(*ids, finish="length"))
+@pytest.mark.parametrize("reason", ["length", "stop"])
+async def test_an_unfinished_character_at_the_end_is_left_out_and_its_ids_are_sent(streams: Streams, reason: str) -> None:
+    ids = (*streams.ids("the fox"), *streams.ids("👩")[:-1])
+    stream = streams.open(delta(*ids, finish=reason))
     (piece,) = await read(stream)
-    assert piece.text == streams.tokenizer.decode(ids) != ""
+    assert (piece.text, piece.ids) == ("the fox", ids)
+    assert streams.tokenizer.decode(ids) != "the fox"
+
+
+async def test_an_unfinished_character_is_no_reason_to_keep_a_possible_stop_string_back(streams: Streams) -> None:
+    ids = (*streams.ids("the fox EN"), *streams.ids("👩")[:-1])
+    (piece,) = await read(streams.open(delta(*ids, finish="length"), stops=("END",)))
+    assert piece.text == "the fox EN"
+
+
+async def test_a_stop_string_across_min_tokens_counts_where_it_ends(streams: Streams) -> None:
+    deltas = streams.spelled("a. END b. END c")
+    ids = [one.ids[0] for one in deltas]
+    texts = [streams.tokenizer.decode(ids[: n + 1]) for n in range(len(ids))]
+    begins = next(n for n, text in enumerate(texts) if len(text) > len("a. "))  # the token that the stop string begins in
+    ends = next(n for n, text in enumerate(texts) if text.startswith("a. END"))
+    assert ends > begins
+    for min_tokens in range(len(ids)):
+        pieces = await read(streams.open(*deltas, stops=("END",), min_tokens=min_tokens))
+        first = "a. " if min_tokens <= ends else "a. END b. " if min_tokens <= texts.index("a. END b. END") else texts[-1]
+        assert "".join(piece.text for piece in pieces) == first
 
 
 async def test_what_came_before_an_error_is_given_first(streams: Streams) -> None:

@@ -95,11 +95,13 @@ async def test_sampling_parameters_at_their_ends_end_no_request_but_their_own(se
         sampled(repetition_penalty=1e-45, temperature=0),
         sampled(repetition_penalty=10),
         sampled(seed=2**64 - 1),
-        sampled(stop_token_ids=[2**32 - 1] * 64),
+        sampled(stop_token_ids=[_VOCABULARY - 1] * 64, min_tokens=3),
         sampled(stop=["\0", "\N{FACE WITH TEARS OF JOY}" * 32]),
     ):
         assert await send(data) == ("OK", "", 3)
     for data in (
+        sampled(stop_token_ids=[_VOCABULARY]),
+        sampled(stop_token_ids=[5] * 63 + [2**32 - 1]),
         sampled(temperature=float("nan")),
         sampled(top_p=float("inf")),
         sampled(repetition_penalty=0),

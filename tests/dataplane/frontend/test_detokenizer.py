@@ -23,6 +23,14 @@ def deltas_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [*(detokenizer.add(id_) for id_ in ids), detokenizer.finish()]
 
 
+def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The tokenizer's own decoding, without bytes at its end that are no character."""
+    if not tokenizer.pieces.byte_ids:
+        return tokenizer.decode(ids).rstrip("\ufffd")
+    cuts = (tokenizer.decode(ids[:cut]) for cut in range(len(ids), -1, -1))
+    return next(text for text in cuts if not text.endswith("\ufffd"))
+
+
 @given(text=st.text())
 @example(text="👩‍👩‍👧 e\u0301 한국어 \U0001f3f3\ufe0f\u200d\U0001f308")
 @example(text="   leading spaces")
@@ -35,7 +43,7 @@ def test_the_deltas_of_any_text_are_its_decoding(tokenizer: Tokenizer, text: str
 @given(data=st.data())
 def test_the_deltas_of_any_ids_are_their_decoding(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
-    assert "".join(deltas_of(tokenizer, ids)) == tokenizer.decode(ids)
+    assert "".join(deltas_of(tokenizer, ids)) == text_of(tokenizer, ids)
 
 
 @given(data=st.data())
@@ -46,6 +54,40 @@ def test_the_deltas_of_broken_characters_are_their_decoding(tokenizer: Tokenizer
         byte_ids = [id_ for id_, raw in enumerate(tokenizer.pieces.raw) if len(raw) == 1 and raw[0] >= 0x80]
     assert byte_ids
     ids = data.draw(st.lists(st.sampled_from([*byte_ids, tokenizer.vocab_size - 1]), max_size=16))
+    assert "".join(deltas_of(tokenizer, ids)) == text_of(tokenizer, ids)
+
+
+MANY_BYTES = st.text(st.characters(min_codepoint=0x80, exclude_categories=["Cs"]) | st.sampled_from("ab é你👩\u200d\ufffd"))
+
+
+@given(text=MANY_BYTES, data=st.data())
+@example(text="é👩‍👩‍👧你\ufffd", data=None)
+def test_wherever_the_ids_end_the_text_ends_before_a_character_that_is_not_whole(
+    tokenizer: Tokenizer, text: str, data: st.DataObject | None
+) -> None:
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    whole = tokenizer.decode(ids)
+    cuts = range(len(ids) + 1) if data is None else [data.draw(st.integers(0, len(ids)))]
+    for cut in cuts:
+        sent = "".join(deltas_of(tokenizer, ids[:cut]))
+        assert whole.startswith(sent)
+        left = whole[len(sent) :]
+        is_kept_back = left[:1] not in ("", "\ufffd") and tokenizer.decode(ids[:cut]).startswith(sent + left[0])
+        assert not is_kept_back  # what is whole
+
+
+def test_bytes_that_are_no_character_are_told_once_a_character_follows(tokenizer: Tokenizer) -> None:
+    a = tokenizer.encode("a", add_special_tokens=False)[-1]
+    broken = [id_ for id_ in tokenizer.encode("👩", add_special_tokens=False)[:-1] if tokenizer.pieces.raw[id_] != b" "]
+    detokenizer = Detokenizer(tokenizer.pieces)
+    assert [detokenizer.add(id_) for id_ in broken] == [""] * len(broken)
+    assert detokenizer.add(a) == tokenizer.decode([*broken, a])
+    assert [detokenizer.add(id_) for id_ in broken] == [""] * len(broken)
+    assert detokenizer.finish() == ""
+
+
+def test_a_replacement_character_that_was_generated_is_text(tokenizer: Tokenizer) -> None:
+    ids = list(tokenizer.encode("a\ufffd", add_special_tokens=False))
     assert "".join(deltas_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
@@ -94,9 +136,9 @@ def test_a_stop_string_is_found_across_pieces(pieces: list[str], stops: list[str
     assert cut(pieces, stops)[:2] == (text, found)
 
 
-def first_stop(text: str, stops: list[str]) -> int | None:
-    """Where the text must be cut: the stop string that ends first, the longest of those that end there."""
-    for end in range(1, len(text) + 1):
+def first_stop(text: str, stops: list[str], *, after: int = 0) -> int | None:
+    """Where the text must be cut: the stop string that ends first after a place, the longest of those that end there."""
+    for end in range(after + 1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
             return min(starts)
@@ -111,6 +153,24 @@ def test_the_cut_does_not_depend_on_the_pieces(pieces: list[str], stops: list[st
     text = "".join(pieces)
     place = first_stop(text, stops)
     assert cut(pieces, stops)[:2] == (text[:place], place is not None)
+
+
+@given(
+    pieces=st.lists(st.text(alphabet="ab", max_size=4), max_size=8),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=3),
+    num_early=st.integers(0, 8),
+)
+@example(pieces=["xE", "ND"], stops=["END"], num_early=1)
+@example(pieces=["ab", "c", "d"], stops=["ab", "abcd"], num_early=2)
+@example(pieces=["aa", "a"], stops=["aa"], num_early=1)
+def test_a_stop_string_counts_where_it_ends(pieces: list[str], stops: list[str], num_early: int) -> None:
+    finder, sent = StopStrings(stops), ""
+    for place, piece in enumerate(pieces):
+        sent += finder.add(piece, counts=place >= num_early)
+    sent += finder.finish()
+    text = "".join(pieces)
+    place_of_stop = first_stop(text, stops, after=len("".join(pieces[:num_early])))
+    assert (sent, finder.found) == (text[:place_of_stop], place_of_stop is not None)
 
 
 @given(
