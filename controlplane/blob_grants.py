@@ -53,6 +53,8 @@ class BlobGrant:
     base_digest: str
     owner: str
     trust: Trust
+    adapter: str
+    version_number: int
 
 
 class BlobGrants:
@@ -118,6 +120,8 @@ class BlobGrants:
             base_digest=row.base_digest,
             owner=row.tenant,
             trust=trust,
+            adapter=row.adapter,
+            version_number=row.number,
         )
 
     def check(self, node_id: str, token: str, *, digest: str) -> str:

@@ -135,6 +135,8 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
             base_digest=grant.base_digest,
             owner=grant.owner,
             trust=trust_message(trust.policy, trust.keys, signature=trust.signature, publish_time=trust.time),
+            adapter=grant.adapter,
+            version_number=grant.version_number,
         )
 
     async def ReadBlob(self, request: nodes_pb2.ReadBlobRequest, context: _Context) -> AsyncIterator[nodes_pb2.ReadBlobResponse]:

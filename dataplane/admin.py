@@ -17,6 +17,7 @@ from dataplane.metrics import Metrics
 from dataplane.pins import Pin, Pins
 from dataplane.residency_feed import Held, Position, ResidencyFeed, Update
 from dataplane.unloads import Unloads
+from dataplane.version_names import VersionName, VersionNames
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc
 from veneer.errors import ResourceExhaustedError
 
@@ -78,6 +79,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         generator: Running streams.
         metrics: Mean load times.
         pins: What is kept on the device.
+        names: What versions are called.
         base_digest: Digest of the base that is served.
         stop_serving: Reports NOT_SERVING.
     """
@@ -93,6 +95,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         generator: Generator,
         metrics: Metrics,
         pins: Pins,
+        names: VersionNames,
         base_digest: str,
         stop_serving: Callable[[], Awaitable[None]],
     ) -> None:
@@ -105,6 +108,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._generator = generator
         self._metrics = metrics
         self._pins = pins
+        self._names = names
         self._base_digest = base_digest
         self._stop_serving = stop_serving
 
@@ -118,7 +122,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         held = sorted(self._feed.read(None).held, key=lambda one: one.version)
         return admin_pb2.GetResidencyResponse(
             base_digest=self._base_digest,
-            versions=map(_version, held),
+            versions=[_version(one, self._names.of(one.version)) for one in held],
             engine=_engine_state(state, disk_bytes=self._cache.num_bytes, unloading=self._unloads.num_pending),
             device_hits=state.device_hits,
             host_hits=state.host_hits,
@@ -127,7 +131,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             mean_store_load_s=self._metrics.mean_load_s("store", "host"),
             mean_disk_load_s=self._metrics.mean_load_s("disk", "host"),
             mean_device_load_s=self._metrics.mean_load_s("host", "device"),
-            failing=map(_failing, self._unloader.circuits()),
+            failing=[_failing(one, self._names.of(one.version)) for one in self._unloader.circuits()],
             tenants=[
                 admin_pb2.TenantStreams(tenant=tenant, streams=count)
                 for tenant, count in self._generator.busiest_tenants(_MAX_TENANTS)
@@ -151,7 +155,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         with self._watcher():
             while clock() < end_s:
                 update = self._feed.read(position)
-                for message in _messages(update):
+                for message in _messages(update, self._names):
                     yield message
                 position = update.position
                 with suppress(TimeoutError):
@@ -205,7 +209,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.PinVersionResponse:
         """Keeps a version on the device for a time."""
         pin = await self._pins.pin(request.version, lifetime_s=request.lifetime.ToNanoseconds() / 1e9)
-        return admin_pb2.PinVersionResponse(pin=_pin(pin))
+        return admin_pb2.PinVersionResponse(pin=_pin(pin, self._names.of(pin.version)))
 
     async def UnpinVersion(  # noqa: N802
         self,
@@ -214,7 +218,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.UnpinVersionResponse:
         """Ends a pin."""
         pin = self._pins.unpin(request.version)
-        return admin_pb2.UnpinVersionResponse(pin=None if pin is None else _pin(pin))
+        return admin_pb2.UnpinVersionResponse(pin=None if pin is None else _pin(pin, self._names.of(pin.version)))
 
     async def ListPins(  # noqa: N802
         self,
@@ -224,7 +228,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Lists the pins."""
         pins, limits = self._pins.all(), self._pins.limits
         return admin_pb2.ListPinsResponse(
-            pins=map(_pin, pins),
+            pins=[_pin(one, self._names.of(one.version)) for one in pins],
             pinned_bytes=sum(pin.size_bytes for pin in pins),
             max_pinned_bytes=limits.max_bytes,
             max_pinned_bytes_per_tenant=limits.max_bytes_per_tenant,
@@ -259,7 +263,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             self._metrics.watched(self._num_watchers)
 
 
-def _messages(update: Update) -> Iterator[admin_pb2.WatchResidencyResponse]:
+def _messages(update: Update, names: VersionNames) -> Iterator[admin_pb2.WatchResidencyResponse]:
     """Cuts an update into messages that every reader takes."""
     position = admin_pb2.ResidencyPosition(epoch=update.position.epoch, sequence=update.position.sequence)
     for start in range(0, max(len(update.held), 1), _VERSIONS_IN_MESSAGE):
@@ -268,13 +272,13 @@ def _messages(update: Update) -> Iterator[admin_pb2.WatchResidencyResponse]:
         yield admin_pb2.WatchResidencyResponse(
             position=position,
             snapshot=update.is_snapshot and start == 0,
-            versions=map(_version, update.held[start:end]),
+            versions=[_version(one, names.of(one.version)) for one in update.held[start:end]],
             gone=update.gone if is_last else (),
             more=not is_last,
         )
 
 
-def _version(held: Held) -> admin_pb2.ResidentVersion:
+def _version(held: Held, name: VersionName) -> admin_pb2.ResidentVersion:
     return admin_pb2.ResidentVersion(
         version=held.version,
         tier=_TIERS[held.tier],
@@ -285,16 +289,22 @@ def _version(held: Held) -> admin_pb2.ResidentVersion:
         uses=held.uses,
         loss=held.loss,
         loss_at=held.loss_at,
+        owner=name.owner,
+        adapter=name.adapter,
+        number=name.number,
     )
 
 
-def _failing(circuit: Circuit) -> admin_pb2.FailingVersion:
+def _failing(circuit: Circuit, name: VersionName) -> admin_pb2.FailingVersion:
     return admin_pb2.FailingVersion(
         version=circuit.version,
         state=_CIRCUITS[circuit.state],
         failures=circuit.failures,
         status=circuit.status,
         retry_after_s=circuit.retry_after_s,
+        owner=name.owner,
+        adapter=name.adapter,
+        number=name.number,
     )
 
 
@@ -324,7 +334,9 @@ def _engine_state(state: State, *, disk_bytes: int, unloading: int) -> admin_pb2
     )
 
 
-def _pin(pin: Pin) -> admin_pb2.Pin:
-    message = admin_pb2.Pin(version=pin.version, owner=pin.owner, size_bytes=pin.size_bytes)
+def _pin(pin: Pin, name: VersionName) -> admin_pb2.Pin:
+    message = admin_pb2.Pin(
+        version=pin.version, owner=pin.owner, size_bytes=pin.size_bytes, adapter=name.adapter, number=name.number
+    )
     message.expire_time.FromNanoseconds(round(pin.end_unix_s * 1e9))
     return message

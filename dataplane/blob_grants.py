@@ -40,6 +40,8 @@ class Grant:
     base_digest: str
     owner: str
     trust: Trust = field(default_factory=Trust)
+    adapter: str = ""
+    version_number: int = 0
 
     @property
     def is_judged(self) -> bool:
@@ -64,7 +66,7 @@ def read_grant(response: nodes_pb2.GrantBlobsResponse) -> Grant:
     told = response.trust
     time = told.publish_time.ToDatetime(UTC)
     trust = Trust(policy_of(told.policy), told.signature, tuple(map(_key, told.keys)), time)
-    return Grant(response.grant, blobs, response.base_digest, response.owner, trust)
+    return Grant(response.grant, blobs, response.base_digest, response.owner, trust, response.adapter, response.version_number)
 
 
 def _key(key: signatures_pb2.TrustedKey) -> TrustedKey:

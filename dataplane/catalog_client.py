@@ -23,6 +23,7 @@ from dataplane.quotas import Amounts, Demand, Leased
 from dataplane.report_client import ReportClient, limits_of
 from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution, TenantQuotas
 from dataplane.resolve_cache import Key
+from dataplane.version_names import VersionName, VersionNames
 from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
 from veneer.errors import (
     FailedPreconditionError,
@@ -112,10 +113,12 @@ class CatalogClient:
 
     Attributes:
         reports: Tells what happened on the node.
+        names: What versions are called, as far as answers told.
     """
 
     def __init__(self, channel: grpc.aio.Channel, *, base_digest: str, timeout_s: float = 2.0) -> None:
         self._nodes = nodes_pb2_grpc.NodeServiceStub(channel)
+        self.names = VersionNames()
         self.reports = ReportClient(self._nodes, self._ask)
         self._base_digest = base_digest
         self._timeout_s = timeout_s
@@ -172,7 +175,10 @@ class CatalogClient:
             if not self._is_let_in:  # it is not the caller's key that is wrong
                 raise UnavailableError("this node is not enrolled any more", retry_after_s=1.0) from error
             raise
-        return _answer(response)
+        answer = _answer(response)
+        if isinstance(answer.outcome, Resolution):
+            self._note_arms(answer.outcome)
+        return answer
 
     async def identify(self) -> str:
         """Asks for this node's own identifier in the catalogue."""
@@ -187,7 +193,9 @@ class CatalogClient:
     async def grant_blobs(self, version: str) -> Grant:
         """Asks for leave to read a version's files."""
         request = nodes_pb2.GrantBlobsRequest(version=version, judges_signatures=True)
-        return read_grant(await self._call(self._nodes.GrantBlobs(request, **self._common())))
+        grant = read_grant(await self._call(self._nodes.GrantBlobs(request, **self._common())))
+        self.names.note(version, VersionName(grant.owner, grant.adapter, grant.version_number))
+        return grant
 
     async def read_blob(self, grant: Grant, blob: Blob, *, offset: int, idle_s: float) -> AsyncIterator[bytes]:
         """Streams a file from an offset on; UnavailableError when nothing comes for `idle_s`."""
@@ -241,6 +249,10 @@ class CatalogClient:
     async def report_not_finite(self, version: str) -> None:
         """Reports that a version gave logits that are not finite."""
         await self._report(version, nodes_pb2.VERSION_FAULT_NOT_FINITE)
+
+    def _note_arms(self, found: Resolution) -> None:
+        for arm in (*found.arms, *(arm.previous for arm in found.arms if arm.previous is not None)):
+            self.names.note(arm.version, VersionName(found.owner, found.adapter, arm.number))
 
     async def _report(self, version: str, fault: nodes_pb2.VersionFault.ValueType) -> None:
         request = nodes_pb2.ReportVersionRequest(version=version, fault=fault)

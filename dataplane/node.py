@@ -253,6 +253,7 @@ class Node:
             generator=self.generator,
             metrics=self.metrics,
             pins=self.pins,
+            names=self.client.names,
             base_digest=base.digest,
             stop_serving=lambda: self.server.set_serving(False),
         )

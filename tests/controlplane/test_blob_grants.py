@@ -36,6 +36,7 @@ async def test_a_grant_names_both_files_and_what_the_version_digest_covers(world
     assert [blob.name for blob in grant.blobs] == ["adapter_config.json", "adapter_model.safetensors"]
     assert sum(blob.size_bytes for blob in grant.blobs) == published.version.size_bytes
     assert (grant.owner, grant.base_digest) == ("acme", BASE_DIGEST)
+    assert (grant.adapter, grant.version_number) == (published.version.adapter, published.version.number)
     assert {blob.url for blob in grant.blobs} == {""}
 
 

@@ -91,6 +91,7 @@ async def test_a_reader_hears_of_loads_and_ends_without_asking(rig: Rig) -> None
     await watch.until(admin_pb2.TIER_DEVICE, version)
     seen = watch.known[version]
     assert (seen.max_rank, seen.epoch) == (4, 1)
+    assert (seen.owner, seen.adapter, seen.number) == ("acme", "bot", 1)
     assert seen.size_bytes > 0
     await unload(rig, version)
     await watch.until(None, version)

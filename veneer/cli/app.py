@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -25,8 +26,9 @@ from veneer.cli import (
     usage,
 )
 from veneer.cli.output import print_error, print_fault
-from veneer.cli.target import DEFAULT_STATE, Target
+from veneer.cli.target import Target
 from veneer.errors import VeneerError
+from veneer.local.state import DEFAULT_STATE
 
 app = typer.Typer(
     name="veneer",
@@ -35,6 +37,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _GROUP = "Where to and as whom (else what `veneer up` started)"
+
+
+def _show_version(wanted: bool) -> None:  # noqa: FBT001  as typer calls it
+    if wanted:
+        typer.echo(f"veneer {metadata.version('veneer')}")
+        raise typer.Exit
 
 
 @app.callback()
@@ -73,6 +81,9 @@ def options(
     state: Annotated[
         Path, typer.Option(envvar="VENEER_STATE", help="Folder of the local stack.", rich_help_panel=_GROUP)
     ] = DEFAULT_STATE,
+    version: Annotated[  # noqa: ARG001  it ends the program as it is read
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
 ) -> None:
     """Reads the options that all commands share."""
     context.obj = Target(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +12,10 @@ import typer
 
 from veneer.artifact import describe_base
 from veneer.channel import ClientTls
-from veneer.cli.output import console, print_json, print_table, say, short, size, when
+from veneer.cli.output import console, note, print_json, print_table, say, short, size, version_name, when
 from veneer.cli.residency import print_versions
 from veneer.cli.target import Target
+from veneer.cli.top import Sample, look
 from veneer.controlplane.v1 import bases_pb2
 from veneer.dataplane.v1 import admin_pb2
 from veneer.health import SERVING, ask_health
@@ -78,35 +81,58 @@ def _ends(base: bases_pb2.Base) -> str:
 
 
 def status(context: typer.Context, *, json: Json = False) -> None:
-    """Show whether both planes serve, and what is resident where."""
+    """Show whether the control plane and every data plane serve, and what is resident where; exit status 1 when one does not.
+
+    What is resident is asked of the operators' listeners (--data-operators), with an operator's key.
+    """
     target: Target = context.obj
 
-    async def run() -> tuple[dict[str, str], admin_pb2.GetResidencyResponse | None]:
-        state = target.state
-        control = target.control or (state.control if state else "127.0.0.1:7600")
-        data = target.data or (state.data if state else "127.0.0.1:7700")
+    async def run() -> tuple[list[PlaneHealth], list[Sample]]:
         tls = None if target.ca is None else ClientTls(ca=target.ca)
-        health = {
-            "control plane": f"{await ask_health(control, tls=tls)} at {control}",
-            "data plane": f"{await ask_health(data, tls=tls)} at {data}",
-        }
-        if not (target.operator_key or state):
-            return health, None
-        async with target.operator() as operator:
-            return health, await operator.residency() if health["data plane"].startswith(SERVING) else None
+        planes = [("control plane", target.control_address), *(("data plane", one) for one in target.data_addresses)]
+        health = await asyncio.gather(*(ask_health(address, tls=tls) for _, address in planes))
+        rows = [PlaneHealth(plane, address, text) for (plane, address), text in zip(planes, health, strict=True)]
+        if not target.knows_operators:
+            return rows, []
+        async with AsyncExitStack() as stack:
+            replicas = [(one, await stack.enter_async_context(target.operator(data=one))) for one in target.operator_addresses]
+            return rows, await look(replicas)
 
-    health, residency = asyncio.run(run())
+    planes, samples = asyncio.run(run())
     if json:
-        print_json({"health": health, "residency": residency})
+        residency = [{"address": one.address, "error": one.error, "residency": one.residency} for one in samples]
+        print_json({"planes": [asdict(one) for one in planes], "residency": residency})
     else:
-        print_table("planes", ("plane", "health"), list(health.items()))
-        if residency is not None:
-            _print_residency(residency)
-    if not all(text.startswith(SERVING) for text in health.values()):
+        print_table("planes", ("plane", "address", "health"), [(one.plane, one.address, one.health) for one in planes])
+        for sample in samples:
+            _print_residency(sample, alone=len(samples) == 1)
+        if not samples:
+            note("what is resident where takes an operator's key and the operators' listeners: --operator-key, --data-operators")
+    if not all(one.health == SERVING for one in planes) or any(one.error for one in samples):
         raise typer.Exit(1)
 
 
-def _print_residency(residency: admin_pb2.GetResidencyResponse) -> None:
+@dataclass(frozen=True, slots=True)
+class PlaneHealth:
+    """What one plane said of its health.
+
+    Attributes:
+        plane: `control plane` or `data plane`.
+        address: Where it is asked.
+        health: `SERVING`, another status, or why there is none.
+    """
+
+    plane: str
+    address: str
+    health: str
+
+
+def _print_residency(sample: Sample, *, alone: bool) -> None:
+    residency = sample.residency
+    title = "engine" if alone else f"engine of {sample.address}"
+    if residency is None:
+        print_table(title, ("", ""), [("cannot be asked", sample.error)])
+        return
     engine = residency.engine
     hits = (residency.device_hits, residency.host_hits, residency.disk_hits, residency.store_loads)
     means_s = (residency.mean_store_load_s, residency.mean_disk_load_s, residency.mean_device_load_s)
@@ -119,14 +145,17 @@ def _print_residency(residency: admin_pb2.GetResidencyResponse) -> None:
         ("hits: device, host, disk, store", f"{', '.join(map(str, hits))} of {sum(hits)}"),
         ("mean load: store to disk, to host, to device", ", ".join(f"{mean_s * 1e3:.1f} ms" for mean_s in means_s)),
     ]
-    print_table("engine", ("", ""), rows)
+    print_table(title, ("", ""), rows)
     print_versions(residency.versions)
     if residency.failing:
         print_table(
-            "failing to load", ("version", "state", "failures", "status", "tried again in"), map(_failing, residency.failing)
+            "failing to load",
+            ("adapter", "version", "state", "failures", "status", "tried again in"),
+            map(_failing, residency.failing),
         )
 
 
 def _failing(one: admin_pb2.FailingVersion) -> tuple[Any, ...]:
     state = admin_pb2.CircuitState.Name(one.state).removeprefix("CIRCUIT_STATE_").lower().replace("_", "-")
-    return short(one.version), state, one.failures, one.status, f"{one.retry_after_s:.1f} s" if one.retry_after_s else ""
+    name = version_name(one.owner, one.adapter, one.number)
+    return name, short(one.version), state, one.failures, one.status, f"{one.retry_after_s:.1f} s" if one.retry_after_s else ""

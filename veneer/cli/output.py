@@ -124,6 +124,11 @@ def short(digest: str) -> str:
     return digest[:12]
 
 
+def version_name(owner: str, adapter: str, number: int) -> str:
+    """What people call a version, or a dash while nothing but its digest is known."""
+    return f"{owner}/{adapter} v{number}" if adapter else "–"
+
+
 def when(time: Timestamp) -> str:
     """Local time, or a dash when there is none."""
     return "–" if not time.ByteSize() else time.ToDatetime(datetime.UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")

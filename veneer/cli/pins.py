@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from veneer.cli.nodes import Json
-from veneer.cli.output import note, print_json, print_table, say, short, size, when
+from veneer.cli.output import note, print_json, print_table, say, short, size, version_name, when
 from veneer.cli.residency import whole_digest
 from veneer.cli.target import Target
 from veneer.dataplane.v1 import admin_pb2
@@ -65,7 +65,16 @@ def pins(context: typer.Context, *, json: Json = False) -> None:
     if json:
         print_json(found)
         return
-    rows = [(short(one.version), one.owner, size(one.size_bytes), when(one.expire_time)) for one in found.pins]
-    print_table("pinned versions", ("version", "owner", "size", "until"), rows)
+    rows = [
+        (
+            version_name(one.owner, one.adapter, one.number),
+            short(one.version),
+            one.owner,
+            size(one.size_bytes),
+            when(one.expire_time),
+        )
+        for one in found.pins
+    ]
+    print_table("pinned versions", ("adapter", "version", "owner", "size", "until"), rows)
     allowed = f"{size(found.pinned_bytes)} of {size(found.max_pinned_bytes)}"
     note(f"{allowed} are pinned; one owner may have {size(found.max_pinned_bytes_per_tenant)}")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from veneer.cli.nodes import Json, nodes
-from veneer.cli.output import print_json, print_json_line, print_table, say, short, size
+from veneer.cli.output import print_json, print_json_line, print_table, say, short, size, version_name
 from veneer.cli.target import Target
 from veneer.dataplane.v1 import admin_pb2
 from veneer.errors import NotFoundError
@@ -27,10 +27,19 @@ _DIGEST_LENGTH = 64
 def print_versions(versions: Iterable[admin_pb2.ResidentVersion]) -> None:
     """Prints a table of versions."""
     rows = [
-        (short(one.version), _TIERS.get(one.tier, "?"), one.max_rank, size(one.size_bytes), one.leases, one.uses, _loss(one))
+        (
+            version_name(one.owner, one.adapter, one.number),
+            short(one.version),
+            _TIERS.get(one.tier, "?"),
+            one.max_rank,
+            size(one.size_bytes),
+            one.leases,
+            one.uses,
+            _loss(one),
+        )
         for one in versions
     ]
-    print_table("resident versions", ("version", "tier", "rank", "size", "leases", "uses", "loss"), rows)
+    print_table("resident versions", ("adapter", "version", "tier", "rank", "size", "leases", "uses", "loss"), rows)
 
 
 @nodes.command("residency")
@@ -123,6 +132,8 @@ def _print_update(update: admin_pb2.WatchResidencyResponse) -> None:
         say(f"epoch {update.position.epoch}")
     for one in update.versions:
         tier = _TIERS.get(one.tier, "?")
-        say(f"{tier:<8}{short(one.version)}  rank {one.max_rank}  {size(one.size_bytes)}  leases {one.leases}  uses {one.uses}")
+        name = version_name(one.owner, one.adapter, one.number)
+        held = f"rank {one.max_rank}  {size(one.size_bytes)}  leases {one.leases}  uses {one.uses}"
+        say(f"{tier:<8}{short(one.version)}  {name}  {held}")
     for version in update.gone:
         say(f"{'gone':<8}{short(version)}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,7 +15,7 @@ from veneer.cli.output import console, say
 from veneer.cli.target import Target
 from veneer.errors import FailedPreconditionError
 from veneer.local.stack import LocalStack
-from veneer.local.state import StackState
+from veneer.local.state import StackState, command_for
 
 
 def up(
@@ -23,6 +25,10 @@ def up(
         Path | None, typer.Option(help="Hugging Face folder of the base; else a small model is fetched once.")
     ] = None,
     tenant: Annotated[str, typer.Option(help="Tenant to make, with a key of all roles.")] = "demo",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32", "auto"],
+        typer.Option(help="Of weights, activations and KV cache; auto: what the model's config.json names, else bfloat16."),
+    ] = "bfloat16",
 ) -> None:
     """Start everything on this machine and leave it running: Postgres, Valkey, control plane, data plane."""
     target: Target = context.obj
@@ -31,6 +37,7 @@ def up(
         stack = LocalStack(
             target.state_folder,
             model_dir,
+            data_settings={"dtype": _dtype_of(model_dir) if dtype == "auto" else dtype},
             default_ports=True,
             durable=True,
             report=status.update,
@@ -66,7 +73,20 @@ def _small_model() -> Path:
     return Path(done.stdout.strip().splitlines()[-1])
 
 
+def _dtype_of(model_dir: Path) -> str:
+    """The type that a model was saved in, where a data plane computes in it; else bfloat16."""
+    try:
+        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "bfloat16"  # the stack says what is wrong with the folder
+    named = (config.get("dtype") or config.get("torch_dtype")) if isinstance(config, dict) else None
+    return named if named in ("float16", "float32") else "bfloat16"
+
+
 def _welcome(folder: Path, state: StackState) -> str:
+    def veneer(*words: str) -> str:
+        return command_for(folder, *words)
+
     return f"""
 control plane  {state.control} (operators {state.control_operators}, metrics {state.control_metrics})
 data plane     {state.data} (operators {state.data_operators}, metrics {state.data_metrics})
@@ -76,14 +96,14 @@ state and logs {folder}
 
 Try:
 
-  veneer generate "Why is the sea salt?"
-  veneer publish PATH/TO/PEFT/FOLDER --adapter my-tone
-  veneer generate --adapter my-tone "Why is the sea salt?"
-  veneer status
+  {veneer("generate")} "Why is the sea salt?"
+  {veneer("publish")} PATH/TO/PEFT/FOLDER --adapter my-tone
+  {veneer("generate")} --adapter my-tone "Why is the sea salt?"
+  {veneer("status")}
 
 Without the client:
 
-  export VENEER_API_KEY=$(cat {folder}/tenant-{state.tenant}.key)
+  export VENEER_API_KEY=$(cat {shlex.quote(str(folder))}/tenant-{state.tenant}.key)
 
   buf curl --protocol grpc --http2-prior-knowledge -H "authorization: Bearer $VENEER_API_KEY" \\
     -d '{{"chat": {{"messages": [{{"role": "user", "content": "Hello!"}}]}}, "sampling": {{"max_tokens": 32}}}}' \\
@@ -92,5 +112,5 @@ Without the client:
   buf curl --protocol grpc --http2-prior-knowledge -H "authorization: Bearer $VENEER_API_KEY" \\
     -d '{{}}' http://{state.control}/veneer.controlplane.v1.CatalogService/ListAdapters
 
-Stop: veneer down
+Stop: {veneer("down")}
 """

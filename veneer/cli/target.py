@@ -14,7 +14,7 @@ from veneer.organization_client import OrganizationClient
 from veneer.replicas import read_addresses
 
 _CONTROL = "127.0.0.1:7600"
-DEFAULT_STATE = Path.home() / ".local" / "state" / "veneer"
+_DATA = "127.0.0.1:7700"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,7 @@ class Target:
         key = self.key or (state.tenant_key if state else "")
         if not key:
             raise UnauthenticatedError("there is no tenant key: give --key or set VENEER_API_KEY (`veneer key create` makes one)")
-        control = self.control or (state.control if state else _CONTROL)
-        data = self.data or (state.data if state else "127.0.0.1:7700")
-        return Client(control=control, data=data, key=key, tls=self._tls)
+        return Client(control=self.control_address, data=",".join(self.data_addresses), key=key, tls=self._tls)
 
     def operator(self, *, data: str = "") -> OperatorClient:
         """A client with the operator's key, of the data plane at an address or, without one, of the data planes that were named.
@@ -94,9 +92,7 @@ class Target:
         if not self.org_key:
             hint = "give --org-key or set VENEER_ORG_KEY (`veneer org key create` makes one)"
             raise UnauthenticatedError(f"there is no organisation's key: {hint}")
-        state = self.state
-        control = self.control or (state.control if state else _CONTROL)
-        return OrganizationClient(control=control, key=self.org_key, tls=self._tls)
+        return OrganizationClient(control=self.control_address, key=self.org_key, tls=self._tls)
 
     def keeper(self, tenant: str) -> Client | OperatorClient | OrganizationClient:
         """Who speaks for a tenant: an organisation or operator where the tenant is named, else the tenant itself.
@@ -105,6 +101,24 @@ class Target:
             UnauthenticatedError: There is no such key.
         """
         return self.steward() if tenant else self.client()
+
+    @property
+    def control_address(self) -> str:
+        """Where the control plane's listener for callers is."""
+        state = self.state
+        return self.control or (state.control if state else _CONTROL)
+
+    @property
+    def data_addresses(self) -> list[str]:
+        """Where the data planes' listeners for callers are."""
+        state = self.state
+        return read_addresses(self.data or (state.data if state else _DATA))
+
+    @property
+    def knows_operators(self) -> bool:
+        """Whether an operator may be asked for: there is a key, and no data planes were named without operators' listeners."""
+        state = self.state
+        return bool(state or (self.operator_key and (self.data_operators or not self.data)))
 
     @property
     def operator_addresses(self) -> list[str]:

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from veneer.cli.output import console, plain, print_json, print_json_line, short, size
+from veneer.cli.output import console, plain, print_json, print_json_line, short, size, version_name
 from veneer.cli.target import Target
 from veneer.dataplane.v1 import admin_pb2
 from veneer.errors import InvalidArgumentError, VeneerError, Violation
@@ -29,6 +29,8 @@ _TIERS = {
     admin_pb2.TIER_HOST: "host",
     admin_pb2.TIER_DISK: "disk",
 }
+_HITS = ("device", "host", "disk", "store")
+"""Where a request found its adapter; `store`: nowhere on the node."""
 _MAX_ROWS = 12  # of tenants, and of versions, on a screen
 
 
@@ -102,11 +104,14 @@ def overview(samples: Sequence[Sample], before: Sequence[Sample] = ()) -> dict[s
     """
     earlier = {one.address: one for one in before}
     streams, leases, uses, copies = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+    names: dict[str, str] = {}
     for sample in samples:
         if sample.residency is None:
             continue
         streams.update({one.tenant: one.streams for one in sample.residency.tenants})
         for version in sample.residency.versions:
+            if version.adapter:
+                names[version.version] = version_name(version.owner, version.adapter, version.number)
             leases[version.version] += version.leases
             uses[version.version] += version.uses
             copies[version.version] += version.tier == admin_pb2.TIER_DEVICE
@@ -114,14 +119,23 @@ def overview(samples: Sequence[Sample], before: Sequence[Sample] = ()) -> dict[s
     return {
         "replicas": [_replica(one, earlier.get(one.address)) for one in samples],
         "tenants": [{"tenant": tenant, "streams": count} for tenant, count in streams.most_common()],
-        "versions": [{"version": one, "device_copies": copies[one], "leases": leases[one], "uses": uses[one]} for one in busiest],
+        "versions": [
+            {
+                "version": one,
+                "name": names.get(one, ""),
+                "device_copies": copies[one],
+                "leases": leases[one],
+                "uses": uses[one],
+            }
+            for one in busiest
+        ],
     }
 
 
 def draw(view: dict[str, Any]) -> Group:
     """Tables of an overview."""
     replicas = _table("replicas", *"address base running waiting tokens/s steps/s KV arena host disk".split())
-    tiers = _table("tiers", *"address device loading host disk failing hit:device hit:host store".split())
+    tiers = _table("tiers", *"address device loading host disk failing".split(), *(f"hit:{one}" for one in _HITS))
     for one in view["replicas"]:
         if one["error"]:
             replicas.add_row(plain(one["address"]), Text(plain(one["error"]), style="bold red"))
@@ -131,9 +145,10 @@ def draw(view: dict[str, Any]) -> Group:
     tenants = _table("tenants", "tenant", "streams")
     for one in view["tenants"][:_MAX_ROWS]:
         tenants.add_row(Text(plain(one["tenant"])), str(one["streams"]))
-    versions = _table("versions, the busiest first", "version", "on devices", "leases", "uses")
+    versions = _table("versions, the busiest first", "adapter", "version", "on devices", "leases", "uses")
     for one in view["versions"][:_MAX_ROWS]:
-        versions.add_row(short(one["version"]), str(one["device_copies"]), str(one["leases"]), str(one["uses"]))
+        name = Text(plain(one["name"] or "–"))
+        versions.add_row(name, short(one["version"]), str(one["device_copies"]), str(one["leases"]), str(one["uses"]))
     rest = max(len(view["versions"]) - _MAX_ROWS, 0)
     return Group(replicas, tiers, tenants, versions, Text(f"and {rest} more versions" if rest else ""))
 
@@ -186,7 +201,8 @@ def _tier_cells(one: dict[str, Any]) -> Iterator[str]:
     yield one["address"]
     yield from (str(one["versions"][tier]) for tier in _TIERS.values())
     yield str(one["failing"])
-    yield from ("–" if rate is None else f"{rate:.0%}" for rate in one["hit_rates"].values())
+    rates = one["hit_rates"]
+    yield from ("–" if rates[name] is None else f"{rates[name]:.0%}" for name in _HITS)
 
 
 def _number(value: float | None) -> str:

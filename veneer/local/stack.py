@@ -17,7 +17,7 @@ from veneer.errors import AlreadyExistsError, FailedPreconditionError, Unavailab
 from veneer.local.plane import Plane
 from veneer.local.ports import is_free
 from veneer.local.postgres import Postgres
-from veneer.local.state import StackState, read_state, remove_state, write_secret, write_state
+from veneer.local.state import StackState, command_for, read_state, remove_state, write_secret, write_state
 from veneer.local.valkey import Valkey
 from veneer.operator_client import OperatorClient
 
@@ -99,7 +99,7 @@ class LocalStack:
         """
         state = self._state or read_state(self.folder)
         if state is None:
-            raise FailedPreconditionError(f"nothing runs in {self.folder}: run `veneer up`")
+            raise FailedPreconditionError(f"nothing runs in {self.folder}: run `{command_for(self.folder, 'up')}`")
         return state
 
     def operator(self) -> OperatorClient:
@@ -120,7 +120,8 @@ class LocalStack:
             raise FailedPreconditionError("no model folder was given")
         for process in (self.data_plane.process, self.control_plane.process, self.valkey.process, self.postgres.process):
             if process.pid is not None:
-                raise FailedPreconditionError(f"{process.name} runs already in {self.folder}: run `veneer down` first")
+                stop = command_for(self.folder, "down")
+                raise FailedPreconditionError(f"{process.name} runs already in {self.folder}; `{stop}` stops what runs there")
         try:
             self._report("describing the base model")
             base = describe_base(self._model_dir)

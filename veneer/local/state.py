@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from veneer.errors import FailedPreconditionError
+
+DEFAULT_STATE = Path.home() / ".local" / "state" / "veneer"
+"""Folder of the stack that commands mean that name none."""
 
 _FILE = "stack.json"
 
@@ -54,9 +58,14 @@ def read_state(folder: Path) -> StackState | None:
     except FileNotFoundError:
         return None
     except (TypeError, ValueError) as error:
-        raise FailedPreconditionError(
-            f"{path} is of another version: run `veneer down`, remove {folder}, run `veneer up`"
-        ) from error
+        stop, start = command_for(folder, "down"), command_for(folder, "up")
+        raise FailedPreconditionError(f"{path} is of another version: run `{stop}`, remove {folder}, run `{start}`") from error
+
+
+def command_for(folder: Path, *words: str) -> str:
+    """A command of `veneer` about the stack in a folder, as a shell takes it."""
+    state = [] if folder.absolute() == DEFAULT_STATE.absolute() else ["--state", str(folder)]
+    return shlex.join(["veneer", *state, *words])
 
 
 def write_state(folder: Path, state: StackState) -> None:

@@ -297,9 +297,42 @@ def test_data_planes_follow_the_rotation_of_a_key(veneer: Run) -> None:
 
 def test_status_shows_health_and_residency(veneer: Run) -> None:
     out = ok(veneer("status"))
-    assert out.count("SERVING at 127.0.0.1") == 2
+    assert out.count("SERVING") == 2
     assert "KV pages" in out
-    assert json.loads(ok(veneer("status", "--json")))["residency"]["engine"]["running"] == 0
+    told = json.loads(ok(veneer("status", "--json")))
+    assert [one["plane"] for one in told["planes"]] == ["control plane", "data plane"]
+    assert told["residency"][0]["residency"]["engine"]["running"] == 0
+
+
+def test_status_has_a_row_for_every_data_plane_and_fails_only_for_those_that_are_away(run: Run, stack: LocalStack) -> None:
+    state = stack.state
+    alias = state.data.replace("127.0.0.1", "localhost")
+    named = ("--control", state.control, "--data", f"{state.data}, {alias}")
+    both = run(*named, "status")
+    assert (both.status, both.out.count("SERVING")) == (0, 3), both.out
+    assert "--data-operators" in both.err
+    keyed = ("--operator-key", state.operator_key)
+    assert ok(run(*named, *keyed, "status")).count("SERVING") == 3  # listeners of operators that were not named are not asked
+    operators = f"{state.data_operators},{state.data_operators.replace('127.0.0.1', 'localhost')}"
+    assert ok(run(*named, *keyed, "--data-operators", operators, "status")).count("KV pages") == 2
+    away = run("--control", state.control, "--data", f"{state.data},127.0.0.1:1", "status", "--json")
+    told = [one["health"] for one in json.loads(away.out)["planes"]]
+    assert (away.status, told) == (1, ["SERVING", "SERVING", "UNAVAILABLE"])
+    half = run(*named, *keyed, "--data-operators", f"{state.data_operators},127.0.0.1:1", "status")
+    assert (half.status, "cannot be asked" in half.out) == (1, True)
+    assert "is no list of addresses" in run("--data", "127.0.0.1:1,", "status").err
+
+
+def test_versions_are_named_wherever_they_are_shown(veneer: Run, make_folder: Callable[[int], Path]) -> None:
+    digest = json.loads(ok(veneer("publish", make_folder(64), "--adapter", "called", "--json")))["version"]["digest"]
+    ok(veneer("generate", "hello", "--adapter", "called", "--max-tokens", 1))
+    [held] = [one for one in json.loads(ok(veneer("node", "residency", "--json")))["versions"] if one["version"] == digest]
+    assert (held["owner"], held["adapter"], held["number"]) == ("acme", "called", "1")
+    ok(veneer("node", "pin", digest))
+    for command in (("status",), ("node", "residency"), ("node", "pins")):
+        assert "acme/called v1" in ok(veneer(*command))
+    assert "acme/called v1" in {one["name"] for one in json.loads(ok(veneer("top", "--once", "--json")))["versions"]}
+    ok(veneer("node", "unpin", digest))
 
 
 def test_a_version_is_seen_where_it_is_and_unloaded_with_proof(veneer: Run, make_folder: Callable[[int], Path]) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,13 +17,21 @@ from tests.fixtures.adapters import make_adapter_folder
 from tests.fixtures.signing import Signer
 from tests.veneer.cli.conftest import Run
 from veneer.artifact import BaseDescription
+from veneer.cli import stack
 from veneer.cli.app import app
 from veneer.cli.audit import changed
 from veneer.cli.output import plain, print_error, size
 from veneer.cli.target import Target
 from veneer.client import Client
-from veneer.errors import InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError, VeneerError, Violation
-from veneer.local.state import StackState, write_state
+from veneer.errors import (
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+    VeneerError,
+    Violation,
+)
+from veneer.local.state import DEFAULT_STATE, StackState, write_state
 from veneer.operator_client import OperatorClient
 from veneer.organization_client import OrganizationClient
 
@@ -282,3 +291,61 @@ def test_a_constraint_that_cannot_be_one_is_refused_before_anything_is_sent(
     given = [str(tmp_path / one) if one in files else one for one in options]
     outcome = run("--state", tmp_path, "--key", "vnr_x", "generate", "hi", *given)
     assert (outcome.status, words in outcome.err) == (1, True), outcome.err
+
+
+def test_the_version_is_printed_without_a_command(run: Run) -> None:
+    assert re.fullmatch(r"veneer \d+\.\d+\.\d+\S*\n", run("--version").out)
+
+
+def test_commands_that_are_printed_name_the_stack_that_they_are_about(tmp_path: Path) -> None:
+    state = StackState(
+        control="c:1", control_operators="c:2", control_metrics="c:3", data="d:1", data_operators="d:2", data_metrics="d:3",
+        operator_key="o", base_digest="b", base_name="tiny", tenant="demo",
+    )  # fmt: skip
+    folder = tmp_path / "a b"
+    text = stack._welcome(folder, state)
+    commands = [line.strip().removeprefix("Stop: ") for line in text.splitlines() if "veneer --state" in line]
+    assert all(shlex.split(one)[:3] == ["veneer", "--state", str(folder)] for one in commands)
+    assert len(commands) == 5
+    assert not re.search(r"^(  |Stop: )veneer (?!--state)", text, re.MULTILINE)
+    assert f"cat '{folder}'/tenant-demo.key" in text
+    assert "--state" not in stack._welcome(DEFAULT_STATE, state)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"torch_dtype": "float32"}, "float32"),
+        ({"dtype": "float16", "torch_dtype": "float32"}, "float16"),
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float64"}, "bfloat16"),
+        ({}, "bfloat16"),
+        ([], "bfloat16"),
+    ],
+)
+def test_the_type_is_that_of_the_model_where_it_is_left_to_it(tmp_path: Path, config: object, dtype: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert stack._dtype_of(tmp_path) == dtype
+
+
+def test_a_type_that_is_none_is_wrong_usage(run: Run, tmp_path: Path) -> None:
+    outcome = run("--state", tmp_path / "state", "up", "--dtype", "int8")
+    assert (outcome.status, "float32" in outcome.err) == (2, True)
+    assert not (tmp_path / "state").exists()
+
+
+def test_the_type_is_handed_to_the_data_plane(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = {}
+
+    class Stack:
+        folder = tmp_path
+
+        def __init__(self, folder: Path, model_dir: Path, **options: object) -> None:
+            given.update(options)
+
+        def start(self) -> None:
+            raise UnavailableError("enough")
+
+    monkeypatch.setattr(stack, "LocalStack", Stack)
+    run("--state", tmp_path, "up", "--model", tmp_path, "--dtype", "float32")
+    assert given["data_settings"] == {"dtype": "float32"}

@@ -40,8 +40,9 @@ def said(
     )
 
 
-def held(version: str, tier: pb.Tier.ValueType, *, leases: int = 0, uses: int = 0) -> pb.ResidentVersion:
-    return pb.ResidentVersion(version=version, tier=tier, leases=leases, uses=uses)
+def held(version: str, tier: pb.Tier.ValueType, *, leases: int = 0, uses: int = 0, adapter: str = "") -> pb.ResidentVersion:
+    name = {"owner": "acme", "adapter": adapter, "number": 3} if adapter else {}
+    return pb.ResidentVersion(version=version, tier=tier, leases=leases, uses=uses, **name)
 
 
 def test_rates_are_those_since_the_look_before() -> None:
@@ -63,18 +64,32 @@ def test_a_data_plane_that_was_started_again_counts_from_nothing() -> None:
 
 def test_tenants_and_versions_are_those_of_all_data_planes() -> None:
     first = said(steps=1, tokens=1, device=0, store=0, versions=(held(A, pb.TIER_DEVICE, uses=5), held(B, pb.TIER_HOST, uses=9)))
-    second = said(steps=1, tokens=1, device=0, store=0, versions=(held(A, pb.TIER_DEVICE, leases=2, uses=1),))
+    second = said(steps=1, tokens=1, device=0, store=0, versions=(held(A, pb.TIER_DEVICE, leases=2, uses=1, adapter="tone"),))
     view = overview(
         [Sample("one:1", 1.0, first), Sample("two:1", 1.0, second), Sample("three:1", 1.0, error="UNAVAILABLE: away")]
     )
     assert view["tenants"] == [{"tenant": "acme", "streams": 4}, {"tenant": "rival", "streams": 2}]
     assert view["versions"] == [
-        {"version": A, "device_copies": 2, "leases": 2, "uses": 6},
-        {"version": B, "device_copies": 0, "leases": 0, "uses": 9},
+        {"version": A, "name": "acme/tone v3", "device_copies": 2, "leases": 2, "uses": 6},
+        {"version": B, "name": "", "device_copies": 0, "leases": 0, "uses": 9},
     ]
     assert [one["error"] for one in view["replicas"]] == ["", "", "UNAVAILABLE: away"]
     assert view["replicas"][0]["versions"] == {"device": 1, "loading": 0, "host": 1, "disk": 0}
     assert view["replicas"][0]["hit_rates"]["device"] is None
+
+
+def test_every_rate_of_hits_stands_under_its_own_name() -> None:
+    found = said(steps=1, tokens=1, device=1, store=4, versions=(held(A, pb.TIER_DEVICE, adapter="tone"),))
+    found.host_hits, found.disk_hits = 2, 3
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(draw(overview([Sample("one:1", 1.0, found)])))
+    lines = console.export_text().splitlines()
+    names = next(line for line in lines if "hit:device" in line).replace("┃", " ").split()
+    values = lines[next(place for place, line in enumerate(lines) if "hit:device" in line) + 2].replace("│", " ").split()
+    assert len(names) == len(values)
+    rates = {name: value for name, value in zip(names, values, strict=True) if name.startswith("hit:")}
+    assert rates == {"hit:device": "10%", "hit:host": "20%", "hit:disk": "30%", "hit:store": "40%"}
+    assert any("acme/tone v3" in line for line in lines)
 
 
 def test_nothing_that_was_said_steers_the_terminal() -> None:

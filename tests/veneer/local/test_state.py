@@ -26,7 +26,7 @@ def test_a_state_is_read_as_it_was_written_until_it_is_removed(tmp_path: Path) -
 
 def test_a_state_of_another_version_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "stack.json").write_text('{"control": "a", "colour": "blue"}')
-    with pytest.raises(FailedPreconditionError, match="veneer down"):
+    with pytest.raises(FailedPreconditionError, match=r"run `veneer --state \S+ down`"):
         read_state(tmp_path)
 
 
