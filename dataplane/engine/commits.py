@@ -26,6 +26,7 @@ class Flight(NamedTuple):
         others: Those of its other rows.
         cost: What is charged for it.
         work: What its rows cost, paid for or not.
+        is_full: Whether requests wait that it could not take.
     """
 
     plan: Plan
@@ -33,6 +34,7 @@ class Flight(NamedTuple):
     others: list[Sequence]
     cost: float
     work: float
+    is_full: bool
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class Commits:
         flight = self._flights.popleft()
         assert flight.plan is plan, "plans are committed in the order in which they were made"
         self._seating.land()
-        self._admission.observe(flight.cost, seconds)
+        self._admission.observe(flight.cost, seconds, is_full=flight.is_full)
         if self._pace is not None:
             self._pace.observe(flight.work, seconds)
         news = _News()

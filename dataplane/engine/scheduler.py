@@ -203,7 +203,8 @@ class Scheduler:
         plan, decoding, others = draft.finish()
         if plan.num_tokens:
             work = draft.work(self._leases.num_rank_rows)
-            self._commits.expect(Flight(plan, decoding, others, cost=draft.cost, work=work))
+            is_full = self._tenants.num_waiting > self._tenants.num_aside
+            self._commits.expect(Flight(plan, decoding, others, cost=draft.cost, work=work, is_full=is_full))
         return plan if plan.num_tokens or plan.missed else None
 
     def commit(self, plan: Plan, results: Seq[Result], *, seconds: float = 0.0) -> Outcome:
