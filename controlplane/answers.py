@@ -16,18 +16,18 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
 from controlplane.catalog import Alias, Arm, Version
+from controlplane.constraints import CONSTRAINTS
 from controlplane.locks import Lock, hold
 from controlplane.organization_tables import organization_requests
 from controlplane.probe_report import ProbeReport
 from veneer.access import current_kind
 from veneer.artifact import Report
-from veneer.errors import AbortedError, InvalidArgumentError, VeneerError, Violation
+from veneer.errors import InvalidArgumentError, VeneerError, Violation
 from veneer.signature import SignatureReport
 
 _T = TypeVar("_T")
 
-_IN_USE = AbortedError("the same request_id is in use by another call right now; try again", retry_after_s=0.5)
-RACED: Final[Mapping[str, VeneerError]] = {"pk_requests": _IN_USE, "pk_organization_requests": _IN_USE}
+RACED: Final[Mapping[str, VeneerError]] = {name: CONSTRAINTS[name] for name in ("pk_requests", "pk_organization_requests")}
 """Refusals of a transaction that keeps an answer."""
 
 _TABLES = {"tenant": models.requests, "organization": organization_requests}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,11 +16,14 @@ from sqlalchemy import event, exc, text
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from controlplane.constraints import CONSTRAINTS, NEUTRAL
 from controlplane.lines import Lines
 from controlplane.pipeline import Pipeline, Statement
 from controlplane.settings import APP_ROLE, RELAY_ROLE, Settings
 from veneer.access import current_actor
-from veneer.errors import AbortedError, InternalError, InvalidArgumentError, UnavailableError, VeneerError
+from veneer.errors import AbortedError, InvalidArgumentError, UnavailableError, VeneerError
+
+_LOG = logging.getLogger(__name__)
 
 _READ_ONLY = "25006"
 _ADMIN_SHUTDOWN = "57P01"
@@ -107,13 +112,14 @@ class Database:
 
         Args:
             scope: Whose rows it sees.
-            refusals: Error to raise when a constraint of this name is violated.
+            refusals: Error to raise when a constraint of this name is violated, in place of the one that is usual for it.
             dry_run: Rolls back at the end of the block too, so that all was tried and nothing happened.
 
         Raises:
             UnavailableError: The database is away, or no connection came free in time.
             AbortedError: The transaction lost against another one; it may be tried again.
-            InvalidArgumentError: A text holds characters that cannot be stored.
+            InvalidArgumentError: A text or number cannot be stored.
+            VeneerError: A constraint is violated; see `controlplane.constraints`.
         """
         with translated(refusals):
             async with self.app.begin() as connection:
@@ -166,7 +172,10 @@ async def set_scope(connection: AsyncConnection, scope: Scope) -> None:
 
 
 class translated:  # noqa: N801  reads as a block: `with translated(): …`
-    """Turns errors of the database driver into errors of `veneer.errors`; others pass."""
+    """Turns errors of the database driver into errors of `veneer.errors`; others pass.
+
+    What the database says, names of its schema among it, is for the log alone.
+    """
 
     def __init__(self, refusals: Mapping[str, VeneerError] | None = None) -> None:
         """Takes the error to raise when a constraint of a name is violated."""
@@ -181,19 +190,31 @@ class translated:  # noqa: N801  reads as a block: `with translated(): …`
             raise known from error
 
     def _translate(self, error: BaseException | None) -> VeneerError | None:
-        if isinstance(error, exc.IntegrityError):
-            name = error.orig.diag.constraint_name if isinstance(error.orig, psycopg.Error) else None
-            return self._refusals.get(name or "") or InternalError(f"a constraint of the catalogue was violated: {name}")
-        if isinstance(error, exc.DataError | psycopg.DataError) or _is_nul(error):
-            return InvalidArgumentError(
-                "a text or number in the request cannot be stored (a NUL character, or a number out of range)"
-            )
         cause = error.orig if isinstance(error, exc.DBAPIError) else error
+        if isinstance(cause, psycopg.IntegrityError):
+            return self._refusal(cause)
+        if isinstance(cause, psycopg.DataError | pg_errors.ProgramLimitExceeded) or _is_nul(error):
+            _LOG.warning(
+                "a value could not be stored", extra={"sqlstate": cause.sqlstate if isinstance(cause, psycopg.Error) else None}
+            )
+            return InvalidArgumentError(
+                "a text or number in the request cannot be stored (a NUL character, a number out of range, or too long a text)"
+            )
         if isinstance(cause, pg_errors.SerializationFailure | pg_errors.DeadlockDetected):
             return AbortedError("the change lost against another one; try again", retry_after_s=0.1)
         if isinstance(error, _AWAY) or (isinstance(error, exc.DBAPIError) and error.connection_invalidated):
             return UnavailableError("the database is away", retry_after_s=1.0)
         return None
+
+    def _refusal(self, cause: psycopg.Error) -> VeneerError:
+        where = cause.diag
+        known = self._refusals.get(where.constraint_name or "") or CONSTRAINTS.get(where.constraint_name or "", NEUTRAL)
+        if known is NEUTRAL:
+            place = {"constraint": where.constraint_name, "table": where.table_name, "column": where.column_name}
+            _LOG.error(
+                "a constraint was violated for which the control plane has to answer", extra={"sqlstate": cause.sqlstate, **place}
+            )
+        return copy.copy(known)
 
 
 def _is_nul(error: BaseException | None) -> bool:

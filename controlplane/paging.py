@@ -14,6 +14,7 @@ from veneer.errors import InvalidArgumentError, Violation
 
 DEFAULT_PAGE = 100
 MAX_PAGE = 1000
+_MAX_INT = (1 << 63) - 1
 
 Part = str | int | datetime | UUID
 """A part of a sort key."""
@@ -59,7 +60,7 @@ def _read(part: Any, kind: type[Part]) -> Part:
         ValueError: It is not of this kind, or nothing that a row could hold.
     """
     if kind is int:
-        if type(part) is not int:
+        if type(part) is not int or not -_MAX_INT <= part <= _MAX_INT:
             raise ValueError
         return part
     if not isinstance(part, str) or "\0" in part:

@@ -13,7 +13,6 @@ from controlplane.aliases import check_alias_name
 from controlplane.answers import Request
 from controlplane.spool import Received
 from veneer.artifact import BaseDescription, version_digest
-from veneer.errors import InvalidArgumentError, Violation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +47,10 @@ class PublishOrder:
         """Refuses, before the upload, what the last transaction would refuse when the files are stored already.
 
         Raises:
-            InvalidArgumentError: No alias can have that name, or a text holds a NUL character.
+            InvalidArgumentError: No alias can have that name.
         """
         if self.alias:
             check_alias_name(self.alias, field="header.alias")
-        texts = {"label": [self.label], "labels": [*self.labels, *self.labels.values()], "training_run": [self.training_run]}
-        faults = [name for name, values in texts.items() if any("\x00" in value for value in values)]
-        if faults:
-            raise InvalidArgumentError.of([Violation(f"header.{name}", "must not hold a NUL character") for name in faults])
 
 
 @dataclass(frozen=True, slots=True)

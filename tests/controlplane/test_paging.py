@@ -26,7 +26,16 @@ def test_a_sort_key_of_times_and_identifiers_comes_back_as_such() -> None:
 
 @pytest.mark.parametrize(
     ("part", "kind"),
-    [("\ud800", str), ("a\0", str), ("yesterday", datetime), (7, datetime), ("no identifier", UUID), (True, int), (1.5, int)],
+    [
+        ("\ud800", str),
+        ("a\0", str),
+        ("yesterday", datetime),
+        (7, datetime),
+        ("no identifier", UUID),
+        (True, int),
+        (1.5, int),
+        (1 << 63, int),
+    ],
 )
 def test_a_forged_token_is_refused(part: object, kind: type) -> None:
     token = base64.urlsafe_b64encode(json.dumps(["keys", part]).encode()).decode()

@@ -12,6 +12,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescript
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from buf.validate import validate_pb2
 from veneer.controlplane.v1 import bases_pb2, catalog_pb2, nodes_pb2, organizations_pb2, tenants_pb2
@@ -130,6 +131,7 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         (bases_pb2.TargetModule(path="{layer}.{x}", site="qkv", in_features=8, out_features=8), "path", "string.pattern"),
         (tenants_pb2.Tenant(name="-acme"), "name", "string.pattern"),
         (tenants_pb2.Tenant(name="a" * 64), "name", "string.pattern"),
+        (tenants_pb2.CreateGrantRequest(adapter="a", grantee="Friend"), "grantee", "string.pattern"),
         (tenants_pb2.RevokeKeyRequest(id="1"), "id", "string.uuid"),
         (organizations_pb2.Organization(name="acme--group"), "name", "string.pattern"),
         (organizations_pb2.Organization(name="a" * 31), "name", "string.max_len"),
@@ -181,9 +183,13 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         (sampling(stop_token_ids=[1] * 65), "sampling.stop_token_ids", "repeated.max_items"),
         (request(tokens=generation_pb2.TokenPrompt()), "tokens.ids", "repeated.min_items"),
         # durations
-        (tenants_pb2.CreateKeyRequest(roles=[1], lifetime=Duration()), "lifetime", "duration.gte"),
+        (tenants_pb2.CreateKeyRequest(roles=[1], lifetime=Duration()), "lifetime", "duration.gte_lte"),
+        (tenants_pb2.CreateKeyRequest(roles=[1], lifetime=Duration(seconds=3155760001)), "lifetime", "duration.gte_lte"),
         (admin_pb2.DrainRequest(grace=Duration(seconds=3601)), "grace", "duration.gte_lte"),
         (admin_pb2.DrainRequest(grace=Duration(seconds=-1)), "grace", "duration.gte_lte"),
+        # times
+        (tenants_pb2.ListUsageRequest(start_time=Timestamp(seconds=-1)), "start_time", "timestamp.gte_lte"),
+        (tenants_pb2.ListUsageRequest(start_time=Timestamp(seconds=253402300800)), "start_time", "timestamp.gte_lte"),
         # presence
         (bases_pb2.RegisterBaseRequest(), "base", "required"),
         (catalog_pb2.PublishRequest(), "content", "required"),
