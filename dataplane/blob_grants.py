@@ -7,8 +7,13 @@ from datetime import UTC, datetime
 from functools import partial
 
 from veneer.controlplane.v1 import nodes_pb2, signatures_pb2
+from veneer.errors import FailedPreconditionError
 from veneer.signature import Policy, TrustedKey, judge
 from veneer.signature.messages import policy_of
+
+
+class LostFileError(FailedPreconditionError):
+    """The object store has no file where a version's grant names it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from dataplane.blob_grants import Blob, Grant, read_grant
+from dataplane.blob_grants import Blob, Grant, LostFileError, read_grant
 from dataplane.quotas import Amounts, Demand, Leased
 from dataplane.report_client import ReportClient, limits_of
 from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution, TenantQuotas
@@ -361,6 +361,6 @@ def _translate(error: grpc.aio.AioRpcError) -> VeneerError:
         case grpc.StatusCode.FAILED_PRECONDITION:
             return FailedPreconditionError(error.details() or "the control plane refuses this in the present state")
         case grpc.StatusCode.DATA_LOSS:
-            return FailedPreconditionError("files of the version are lost")
+            return LostFileError("files of the version are lost")
         case code:
             return InternalError(f"the control plane answered {code.name}")

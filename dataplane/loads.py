@@ -310,7 +310,10 @@ class Loads:
             self._end(load)
             self._events.failed(load, self._judge(load, error))
             return
-        self._metrics.loaded("store", "host", self._clock() - started_s)
+        seconds = self._clock() - started_s
+        self._metrics.loaded("store", "host", seconds)
+        facts = {"version": load.version, "seconds": round(seconds, 3), "ahead": load.source}
+        _log.info("a version was loaded from the store", extra=facts)
         self._circuits.forget(load.version)
         self._end(load)
         self._events.loaded(load)

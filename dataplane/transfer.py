@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast
 
-from dataplane.blob_grants import Blob, Grant
+from dataplane.blob_grants import Blob, Grant, LostFileError
 from dataplane.load_room import Amount
 from dataplane.signed_urls import SignedReads
 from veneer.artifact import version_digest
@@ -34,6 +34,8 @@ _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _IN_MEMORY_BYTES = 16 << 20
 """Up to here a file stays in this process's memory; a larger one lies in a file without a name."""
+_LOST_READS = 3
+"""So often a file is missing, with pauses between, before it is lost: a store may move or restore it just then."""
 _WINDOW_BYTES = 4 << 20
 """So much is gathered before it is digested and kept, on another thread."""
 
@@ -160,6 +162,7 @@ class Transfer:
             CorruptVersionError: Its bytes are wrong.
             UnloadableVersionError: It is for another base, or too large.
             WithdrawnVersionError: The control plane does not let it be served (any more).
+            LostFileError: The store has no such file, also when it was asked again after pauses, each time under a new grant.
             UnavailableError: Control plane or store cannot be reached.
             OSError: The bytes cannot be kept.
         """
@@ -243,12 +246,16 @@ class Transfer:
                         await pace(len(data))
                         came_s = time.monotonic()
                 break
-            except (UnavailableError, PermissionDeniedError) as error:
-                if attempt == self._limits.max_resumes or time.monotonic() - came_s >= self._limits.patience_s:
+            except (UnavailableError, PermissionDeniedError, LostFileError) as error:
+                is_last = attempt == self._limits.max_resumes or time.monotonic() - came_s >= self._limits.patience_s
+                if isinstance(error, LostFileError) and (is_last or attempt + 1 >= _LOST_READS):
+                    raise
+                if is_last:
                     raise UnavailableError("the store cannot be read", retry_after_s=1.0) from error
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
                 pause_s = min(pause_s * 2, 2.0)
-                if isinstance(error, PermissionDeniedError):  # the grant has ended
+                # The grant has ended; or the file was moved just now, or its version was deleted, which the next grant says.
+                if isinstance(error, PermissionDeniedError | LostFileError):
                     grant = await self._grant(version)
         await in_thread(keep)
         if size_bytes != blob.size_bytes or digest.hexdigest() != blob.digest:

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from dataplane.blob_grants import LostFileError
 from dataplane.catalog_client import CatalogClient, EnrollmentError, open_channel
 from dataplane.resolution import Arm, Refusal, Resolution, Target
 from dataplane.resolve_cache import Key
@@ -209,6 +210,7 @@ async def test_an_answer_without_outcome_is_no_permission(client: CatalogClient)
         (grpc.StatusCode.PERMISSION_DENIED, PermissionDeniedError),
         (grpc.StatusCode.NOT_FOUND, NotFoundError),
         (grpc.StatusCode.FAILED_PRECONDITION, FailedPreconditionError),
+        (grpc.StatusCode.DATA_LOSS, LostFileError),
         (grpc.StatusCode.INTERNAL, InternalError),
         (grpc.StatusCode.UNIMPLEMENTED, InternalError),
     ],

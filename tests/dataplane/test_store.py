@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from dataplane import store as store_module
-from dataplane.blob_grants import Blob
+from dataplane.blob_grants import Blob, LostFileError
 from dataplane.load_room import Amount
 from dataplane.lora.host_cache import HostCache, HostCacheFullError
 from dataplane.lora.image import Image
 from dataplane.lora.image_file import open_image
 from dataplane.store import AdapterStore, StoreLimits
-from dataplane.transfer import CorruptVersionError, UnloadableVersionError
+from dataplane.transfer import CorruptVersionError, UnloadableVersionError, WithdrawnVersionError
 from tests.dataplane.doubles import FolderSource, until
 from tests.fixtures.adapters import make_adapter_folder
 from veneer.artifact import BaseDescription, BaseWeights, Limits
@@ -169,6 +169,34 @@ async def test_a_grant_that_ends_during_a_transfer_is_asked_for_again(shelf: She
     shelf.source.faults[WEIGHTS] = [PermissionDeniedError("the grant has ended")]
     await shelf.store.fetch(shelf.version)
     assert shelf.source.num_grants == 2
+
+
+async def test_a_file_that_is_missing_for_a_moment_is_read_again_under_a_new_grant(shelf: Shelf) -> None:
+    shelf.source.faults[WEIGHTS] = [LostFileError("files of the version are lost")] * 2
+    await shelf.store.fetch(shelf.version)
+    assert shelf.source.num_grants == 3
+    assert shelf.store.num_corrupt == 0
+
+
+async def test_a_file_that_stays_missing_is_lost_and_not_corrupt(shelf: Shelf) -> None:
+    shelf.source.faults[WEIGHTS] = [LostFileError("files of the version are lost")] * 3
+    with pytest.raises(LostFileError):
+        await shelf.store.fetch(shelf.version)
+    assert len(shelf.source.offsets[WEIGHTS]) == 3
+    assert shelf.source.reported == []
+    assert shelf.has_left_nothing()
+
+
+async def test_a_version_that_is_deleted_during_its_transfer_is_refused_as_such(shelf: Shelf) -> None:
+    def delete(_: bytes) -> bytes:
+        shelf.source.version = "f" * 64
+        raise LostFileError("files of the version are lost")
+
+    deleted = shelf.version
+    shelf.source.faults[WEIGHTS] = [delete]
+    with pytest.raises(WithdrawnVersionError):
+        await shelf.store.fetch(deleted)
+    assert shelf.has_left_nothing()
 
 
 async def test_a_store_that_stays_away_is_unavailable_and_not_corrupt(shelf: Shelf) -> None:

@@ -103,7 +103,7 @@ async def test_the_context_is_computed_while_the_adapter_cannot_be_loaded(
     async with conserved(operator):
         kept = (await operator.residency()).engine.kv_pages_kept
         with blobs_unreadable(stack, version.digest):
-            stream = Stream(acme, version.adapter, max_tokens=8, prompt=f"another one: {CONTEXT}{CALL}")
+            stream = Stream(acme, version.adapter, max_tokens=8, prompt=f"{version.adapter}: {CONTEXT}{CALL}")
             reading = asyncio.create_task(stream.read())
 
             async def computed() -> bool:
@@ -112,4 +112,5 @@ async def test_the_context_is_computed_while_the_adapter_cannot_be_loaded(
 
             await until(computed)
             assert not reading.done()
-        assert (await reading).text == "E" * 8
+        answer = await reading
+        assert (answer.text, answer.error, answer.error and answer.error.__cause__) == ("E" * 8, None, None)
