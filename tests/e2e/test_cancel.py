@@ -77,9 +77,9 @@ async def test_cancelled_during_prefill(stack: LocalStack, acme: Client, operato
     adapter = (await publish(acme, "C")).version.adapter
     await generate(acme, adapter)
     pid = engine_pid(stack)
-    prompt = "p" * _LONG
     async with conserved(operator):
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
+            prompt = f"{attempt:02}" + "p" * _LONG  # a prompt of its own: pages of one that was read to its end are found again
             generated = (await operator.residency()).engine.generated_tokens
             stream = Stream(acme, adapter, max_tokens=1, prompt=prompt)
             reading = asyncio.create_task(stream.first())
@@ -153,7 +153,7 @@ async def test_a_deadline_ends_a_request_whose_adapter_loads_unless_the_base_may
         with blobs_unreadable(stack, version.digest):
             with pytest.raises(DeadlineExceededError):
                 await generate(acme, version.adapter, timeout_s=1.0)
-            answer = await generate(acme, version.adapter, timeout_s=6.0, fallback=pb.FALLBACK_MODE_NOT_READY)
+            answer = await generate(acme, version.adapter, fallback=pb.FALLBACK_MODE_NOT_READY)
             assert answer.served is not None
             assert (answer.served.fallback, answer.served.version) == (True, "")
             assert answer.served.fallback_reason == pb.FALLBACK_REASON_NOT_READY

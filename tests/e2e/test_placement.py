@@ -19,7 +19,7 @@ from veneer.local.plane import Plane
 from veneer.local.stack import LocalStack
 from veneer.operator_client import OperatorClient
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
