@@ -100,7 +100,7 @@ def import_watched(
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=280,
     )
 
 

@@ -97,7 +97,7 @@ def test_a_stopped_contender_ends_with_the_benchmark(setup: Setup) -> None:
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(int(done.stdout)).wait(20)
+        psutil.Process(int(done.stdout)).wait(60)
 
 
 def test_a_contender_that_fails_says_so(setup: Setup) -> None:

@@ -31,7 +31,7 @@ from dataplane.usage_reports import UsageReporter
 
 async def main(address, base, secret, folder, use):
     async with open_channel(address, ca_pem=None) as channel:
-        client = CatalogClient(channel, base_digest=base, timeout_s=30)
+        client = CatalogClient(channel, base_digest=base, timeout_s=60)
         client._secret = secret
         reporter = UsageReporter(Path(folder), client.reports.usage, interval_s=0)
         sending = asyncio.create_task(reporter.run())

@@ -51,7 +51,7 @@ async def test_further_connections_are_made_when_there_is_much_to_do_and_no_more
     with database.connect() as connection:
         connection.execute("SELECT pg_advisory_lock(1)")
         waiting: list[asyncio.Task[object]] = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(lines._open) < settings.pool_size:  # each that finds all busy has one more made
                 waiting.append(asyncio.create_task(lines.ask((LOCK, []))))
                 await asyncio.sleep(0.01)
@@ -87,7 +87,7 @@ async def test_old_connections_are_left_and_closed(lines: Lines, monkeypatch: py
     monkeypatch.setattr(lines_module, "_MAX_AGE_S", 0.0)
     first, second = await _pid(lines), await _pid(lines)
     assert first != second
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while lines._tasks:  # noqa: ASYNC110  it is closed behind the back of who asks
             await asyncio.sleep(0.01)
 

@@ -113,7 +113,7 @@ def test_the_process_serves_until_it_is_asked_to_stop(environment: dict[str, str
         addresses = json.loads(ready.read_text())
         assert set(addresses) == {"callers", "operators", "metrics"}
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
         assert not ready.exists()
     finally:
         process.kill()

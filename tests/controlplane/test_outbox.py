@@ -54,7 +54,7 @@ async def hints(own_valkey: Valkey) -> AsyncIterator[PubSub]:
 async def subscribe(server: Valkey) -> AsyncIterator[PubSub]:
     async with Redis.from_url(server.url()) as client, client.pubsub() as subscriber:
         await subscriber.subscribe(outbox.CHANNEL)
-        await subscriber.get_message(timeout=5)
+        await subscriber.get_message(timeout=60)
         yield subscriber
 
 
@@ -67,9 +67,9 @@ async def write(database: Database, *names: str) -> None:
 
 async def received(hints: PubSub, count: int) -> list[hints_pb2.Hint]:
     found: list[hints_pb2.Hint] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(found) < count:
-            message = await hints.get_message(ignore_subscribe_messages=True, timeout=5)
+            message = await hints.get_message(ignore_subscribe_messages=True, timeout=60)
             if message is not None:
                 found.append(hints_pb2.Hint.FromString(message["data"]))
     return found
@@ -89,7 +89,7 @@ def waiting(database: TestDatabase) -> int:
 
 
 async def emptied(world: World, database: TestDatabase) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while waiting(database):
             await world.plane.relay.relay_batch()
 
@@ -163,7 +163,7 @@ async def test_what_waits_is_shown_while_redis_is_away_and_dropped_in_the_end(
     own_valkey.kill()
     await write(world.plane.database, "kept", "dropped")
     make_older(database, "dropped", hours=30)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await seen.wait()
 
     make_older(database, "dropped", hours=30)  # now older than what is kept
@@ -193,7 +193,7 @@ async def test_an_error_that_nobody_foresaw_does_not_end_the_relay(
 
     monkeypatch.setattr(relay, "relay_batch", fail_once)
     await write(world.plane.database, "before")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await failed.wait()
     await write(world.plane.database, "after")
     assert [hint.adapter for hint in await received(hints, 2)] == ["before", "after"]
@@ -245,7 +245,7 @@ async def test_an_idle_relay_asks_one_statement_on_a_connection_that_it_keeps(
         return await ask(*steps)
 
     monkeypatch.setattr(relay._lines, "ask", counted)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await enough.wait()
     assert [len(steps) for steps in looks[:5]] == [1] * 5
     assert len(relay._lines._open) == 1
@@ -258,7 +258,7 @@ async def test_a_relay_on_a_server_that_takes_no_writes_any_more_asks_another_co
     [(old, _)] = relay._lines._open
     await old.prepare(READ_ONLY)
     await old.ask((READ_ONLY, []))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while old.is_open:  # noqa: ASYNC110  the relay looks at it in a moment
             await asyncio.sleep(0.01)
     await write(world.plane.database, "after")

@@ -96,7 +96,7 @@ async def locate(client: Client, world: World, adapter: str, owner: str = "") ->
 
     stub = placement_pb2_grpc.PlacementServiceStub(world._callers)
     request = placement_pb2.LocateAdapterRequest(adapter=adapter, owner=owner)
-    return await stub.LocateAdapter(request, metadata=(("authorization", f"Bearer {client.secret}"),), timeout=30)
+    return await stub.LocateAdapter(request, metadata=(("authorization", f"Bearer {client.secret}"),), timeout=60)
 
 
 async def test_requests_go_where_the_adapter_is_and_follow_it(world: World, acme: Client, redis: Redis, placer: Placer) -> None:
@@ -237,6 +237,6 @@ async def test_of_two_processes_one_plans_and_the_other_takes_over(
 
 
 async def planned(redis: Redis) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await homes(redis):  # noqa: ASYNC110  a reader can only look
             await asyncio.sleep(0.02)

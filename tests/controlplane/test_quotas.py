@@ -83,7 +83,7 @@ async def replicas(world: World, tenant: Client, num: int, clock: Clock) -> Asyn
     async with AsyncExitStack() as stack:
         for number in range(num):
             channel = await stack.enter_async_context(open_channel(world.plane.server.addresses.callers, ca_pem=None))
-            client = CatalogClient(channel, base_digest=BASE_DIGEST, timeout_s=30)
+            client = CatalogClient(channel, base_digest=BASE_DIGEST, timeout_s=60)
             client._secret = (await world.node(f"node-{number}")).secret
             replica = Replica(client, tenant.digest, clock)
             await replica.learn()

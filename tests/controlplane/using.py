@@ -21,7 +21,7 @@ NOON_S = 20_000 * DAY_S + 12 * 3600
 async def node_client(world: World, node: Client) -> AsyncIterator[CatalogClient]:
     assert world.plane.server.addresses is not None
     async with open_channel(world.plane.server.addresses.callers, ca_pem=None) as channel:
-        client = CatalogClient(channel, base_digest=BASE_DIGEST, timeout_s=30)
+        client = CatalogClient(channel, base_digest=BASE_DIGEST, timeout_s=60)
         client._secret = node.secret
         yield client
 

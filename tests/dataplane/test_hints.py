@@ -46,7 +46,7 @@ class Listener:
         self.changed.set()
 
     async def until(self, *, connects: int = 0, hints: int = 0) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while self.num_connects < connects or len(self.hints) < hints:
                 await self.changed.wait()
                 self.changed.clear()

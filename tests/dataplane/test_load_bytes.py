@@ -38,7 +38,7 @@ async def test_loads_ahead_take_no_more_bytes_than_they_may_and_requests_all_the
             await asyncio.sleep(0)
         assert taken <= rate + 2 * 1000
         rig.store.behave[OTHER] = lambda pace: drip(pace, pieces=50, size=10_000)
-        await asyncio.wait_for(rig.prefetcher.ensure(OTHER).loaded, 20)
+        await asyncio.wait_for(rig.prefetcher.ensure(OTHER).loaded, 60)
         assert rig.registry.get_sample_value("veneer_adapter_prefetch_bytes_total") == taken
 
 
@@ -47,7 +47,7 @@ async def test_a_throttled_load_hurries_when_a_request_comes(tmp_path: Path) -> 
         rig.store.behave[VERSION] = lambda pace: drip(pace, pieces=20, size=10_000)
         rig.prefetcher.hint(VERSION)
         await until(lambda: rig.registry.get_sample_value("veneer_adapter_prefetch_bytes_total"))
-        await asyncio.wait_for(rig.prefetcher.ensure(VERSION).loaded, 20)
+        await asyncio.wait_for(rig.prefetcher.ensure(VERSION).loaded, 60)
 
 
 MIB = 1 << 20
@@ -87,7 +87,7 @@ async def test_loads_of_a_store_that_hangs_hold_no_more_than_the_room_and_all_co
         await until(lambda: rig.store.running.total() > 4 and len(rig.store.held) == 3)
         await turns()
         go.set()
-        await asyncio.wait_for(asyncio.gather(*(claim.loaded for claim in claims)), 30)
+        await asyncio.wait_for(asyncio.gather(*(claim.loaded for claim in claims)), 60)
         assert most == Amount(memory=9 * MIB, disk=3 * MIB)
         assert rig.prefetcher._loads._room.held == Amount()
 
@@ -99,7 +99,7 @@ async def test_loads_ahead_give_their_room_to_a_request_at_once_and_it_is_nobody
         rig.prefetcher.hint(VERSION)
         await until(lambda: VERSION in rig.store.held)
         claim = rig.prefetcher.ensure(OTHER)
-        await asyncio.wait_for(claim.loaded, 20)
+        await asyncio.wait_for(claim.loaded, 60)
         await until(lambda: rig.prefetcher.num_loads == 0)
         labels = {"source": "hinted", "outcome": "no_room"}
         assert rig.registry.get_sample_value("veneer_adapter_prefetch_total", labels) == 1
@@ -120,11 +120,11 @@ async def test_a_load_ahead_that_waits_for_room_goes_before_others_once_a_reques
         await until(lambda: rig.store.running[names[1]])
         rig.store.behave[OTHER] = hang
         go.set()
-        await asyncio.wait_for(first.loaded, 20)
+        await asyncio.wait_for(first.loaded, 60)
         await until(lambda: OTHER in rig.store.held)
         assert not claims[1].loaded.done()
         claims[0].release()
-        await asyncio.wait_for(claims[1].loaded, 20)
+        await asyncio.wait_for(claims[1].loaded, 60)
 
 
 async def test_who_brings_nothing_gives_its_room_up_when_a_read_has_had_its_time_and_is_tried_again(tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ async def test_who_brings_nothing_gives_its_room_up_when_a_read_has_had_its_time
         assert OTHER not in rig.store.held, "a slow read is no reason yet"
         rig.clock.now_s += 10.0
         rig.prefetcher._loads._room.settle()
-        await asyncio.wait_for(claim.loaded, 20)
+        await asyncio.wait_for(claim.loaded, 60)
         del rig.store.behave[VERSION]
-        await asyncio.wait_for(hanging.loaded, 20)
+        await asyncio.wait_for(hanging.loaded, 60)
         assert rig.store.num_begun[VERSION] == 2
 
 
@@ -157,7 +157,7 @@ async def test_a_version_that_is_larger_than_all_room_has_it_alone(tmp_path: Pat
         await turns()
         assert OTHER not in rig.store.held
         go.set()
-        await asyncio.wait_for(asyncio.gather(large.loaded, small.loaded), 20)
+        await asyncio.wait_for(asyncio.gather(large.loaded, small.loaded), 60)
 
 
 async def test_who_finds_no_room_in_time_hears_so_and_the_version_is_not_blamed(tmp_path: Path) -> None:
@@ -170,5 +170,5 @@ async def test_who_finds_no_room_in_time_hears_so_and_the_version_is_not_blamed(
         await until(lambda: rig.store.running[OTHER])
         rig.clock.now_s += 1.0
         with pytest.raises(NoRoomError):
-            await asyncio.wait_for(claim.loaded, 20)
+            await asyncio.wait_for(claim.loaded, 60)
         assert rig.prefetcher.circuits() == []

@@ -203,7 +203,7 @@ async def at_random(steps: list[tuple[str, int, int, int]]) -> None:
             assert it.room.held.fits(CAPACITY)
         for run in it.runs:
             run.go.set()
-        done, late = await asyncio.wait([run.task for run in it.runs], timeout=20) if it.runs else (set(), set())
+        done, late = await asyncio.wait([run.task for run in it.runs], timeout=60) if it.runs else (set(), set())
         assert not late
         for task in done:
             assert task.cancelled() or isinstance(task.exception(), NoRoomError | type(None)), task

@@ -93,7 +93,7 @@ async def test_the_version_is_reported_and_only_its_request_ends(model_dir: Path
     bad, good = await asyncio.gather(run("bad", VERSION), run("good", None), return_exceptions=True)
     assert isinstance(bad, InternalError)
     assert good == alone
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert await reported.get() == VERSION
     assert reported.empty()
     assert registry.get_sample_value("veneer_not_finite_total") == 1

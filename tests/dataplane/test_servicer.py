@@ -152,12 +152,12 @@ async def test_a_caller_that_leaves_ends_the_generation(stub: Any, script: Scrip
 async def test_a_deadline_reaches_the_generation_and_ends_it(stub: Any, script: Script) -> None:
     script.gates[0] = asyncio.Event()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await read(stub.Generate(TEXT, metadata=KEY, timeout=0.3))
+        await read(stub.Generate(TEXT, metadata=KEY, timeout=1.5))
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await script.ended.wait()
     deadline_s = script.requests[0].deadline_s
     assert deadline_s is not None
-    assert 0 < deadline_s < 0.4
+    assert 0 < deadline_s <= 1.5
 
 
 async def test_a_reader_that_stops_reading_still_learns_why_its_stream_ended(stub: Any, script: Script) -> None:

@@ -138,7 +138,7 @@ async def test_reads_that_hang_take_no_thread_of_others_and_one_too_many_is_refu
 
     tasks = [asyncio.create_task(hang()) for _ in range(2)]
     await asyncio.sleep(0)
-    assert await asyncio.wait_for(asyncio.to_thread(lambda: "others go on"), 20)
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "others go on"), 60)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
@@ -187,7 +187,7 @@ async def test_versions_whose_addresses_hang_hold_no_other_version_up(
     tasks = [asyncio.create_task(store.fetch(version)) for version in hanging]
     extra = [asyncio.create_task(_first(store._signed.read(silent, offset=0, size_bytes=9, idle_s=60))) for _ in range(2)]
     await until(lambda: store._signed._free._value == 0)
-    path = await asyncio.wait_for(store.fetch(last), 20)
+    path = await asyncio.wait_for(store.fetch(last), 60)
     assert open_image(path, version=last, dtype="float32").rank == 4
     for task in (*tasks, *extra):
         assert not task.done()

@@ -124,10 +124,10 @@ async def test_work_on_a_thread_has_ended_when_its_caller_was_cancelled(num_canc
 
     def work() -> None:
         begun.set()
-        ended.append(go.wait(10))
+        ended.append(go.wait(60))
 
     task = asyncio.create_task(in_thread(work))
-    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.to_thread(begun.wait, 60)
     for _ in range(num_cancels):
         task.cancel()
         for _ in range(5):

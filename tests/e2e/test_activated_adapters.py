@@ -33,7 +33,7 @@ def invocation(model_dir: Path) -> list[int]:
 
 
 async def counter(stack: LocalStack, name: str, labels: str) -> float:
-    page = await aside(lambda: urllib.request.urlopen(f"http://{stack.state.data_metrics}/metrics", timeout=10).read().decode())
+    page = await aside(lambda: urllib.request.urlopen(f"http://{stack.state.data_metrics}/metrics", timeout=60).read().decode())
     found = re.search(rf"^{re.escape(name)}{{[^}}]*{labels}[^}}]*}} (\S+)$", page, re.MULTILINE)
     return 0.0 if found is None else float(found[1])
 

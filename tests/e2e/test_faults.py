@@ -183,7 +183,7 @@ async def _is_let_in(client: Client, adapter: str) -> bool:
 
 async def _hints_are(stack: LocalStack, *, connected: bool) -> bool:
     """Whether the data plane's own figures say so."""
-    page = await aside(lambda: urllib.request.urlopen(f"http://{stack.state.data_metrics}/metrics", timeout=10).read().decode())
+    page = await aside(lambda: urllib.request.urlopen(f"http://{stack.state.data_metrics}/metrics", timeout=60).read().decode())
     return f"\nveneer_hints_connected {float(connected)}\n" in page
 
 

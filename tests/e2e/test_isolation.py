@@ -68,7 +68,7 @@ async def scene(
     _, node_id = await _enrolled(stack, operator, model_base)
     async with grpc.aio.insecure_channel(stack.state.control) as channel:
         request = nodes_pb2.GrantBlobsRequest(version=current)
-        granted = await nodes_pb2_grpc.NodeServiceStub(channel).GrantBlobs(request, metadata=bearer(node_secret), timeout=30)
+        granted = await nodes_pb2_grpc.NodeServiceStub(channel).GrantBlobs(request, metadata=bearer(node_secret), timeout=60)
     return Scene(
         credentials={
             "owner": secrets.acme,
@@ -99,7 +99,7 @@ async def _enrolled(stack: LocalStack, operator: OperatorClient, base: BaseDescr
     token = (await operator.create_enrollment_token("matrix")).token
     async with grpc.aio.insecure_channel(stack.state.control) as channel:
         request = nodes_pb2.EnrollNodeRequest(base_digest=base.digest)
-        enrolled = await nodes_pb2_grpc.NodeServiceStub(channel).EnrollNode(request, metadata=bearer(token), timeout=30)
+        enrolled = await nodes_pb2_grpc.NodeServiceStub(channel).EnrollNode(request, metadata=bearer(token), timeout=60)
     return enrolled.secret, enrolled.node.id
 
 

@@ -149,7 +149,7 @@ async def _hops(stack: LocalStack) -> dict[str, float]:
 
 
 async def _page(address: str) -> str:
-    return await aside(lambda: urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode())
+    return await aside(lambda: urllib.request.urlopen(f"http://{address}/metrics", timeout=60).read().decode())
 
 
 def _read(page: str, name: str) -> float:

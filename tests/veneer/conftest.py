@@ -23,7 +23,7 @@ async def catalog() -> Catalog:
 async def client(generation: Generation, catalog: Catalog) -> AsyncIterator[Client]:
     server = scripted_plane(generation, catalog)
     address = (await server.start()).callers
-    async with Client(control=address, data=address, key=KEY, timeout_s=10.0) as client:
+    async with Client(control=address, data=address, key=KEY, timeout_s=60) as client:
         yield client
     await server.stop(grace_s=0)
 

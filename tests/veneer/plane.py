@@ -186,7 +186,7 @@ async def result_of(call: Any) -> Any:
 
 async def counted(plane: Plane, kind: str, code: str) -> None:
     """Waits until every call is counted, under this code: the caller may see its end before the server has counted it."""
-    await asyncio.wait_for(until(lambda: plane.count(kind, code) == plane.num_started[kind] > 0), 10)
+    await asyncio.wait_for(until(lambda: plane.count(kind, code) == plane.num_started[kind] > 0), 60)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -100,7 +100,7 @@ async def test_closing_the_iterator_cancels_the_request(client: Client, generati
     stream = client.stream_complete("hi")
     await anext(stream)
     await stream.aclose()
-    await asyncio.wait_for(generation.ended.wait(), 10)
+    await asyncio.wait_for(generation.ended.wait(), 60)
 
 
 async def test_a_closed_client_is_closed(client: Client, generation: Generation) -> None:

@@ -185,10 +185,10 @@ async def test_a_cancel_reaches_the_method_and_its_cleanup_runs(plane: Plane, ki
     plane.body = body
     call = plane.start(kind, GOOD, metadata=(("authorization", f"Bearer {SECRET}"),))
     reading = asyncio.ensure_future(call.read() if kind.endswith("Stream") else result_of(call))
-    await asyncio.wait_for(waiting.wait(), 10)
+    await asyncio.wait_for(waiting.wait(), 60)
     assert plane.running() == 1
     call.cancel()
-    await asyncio.wait_for(cleaned.wait(), 10)
+    await asyncio.wait_for(cleaned.wait(), 60)
     await asyncio.wait([reading])
     await counted(plane, kind, "CANCELLED")
     assert plane.running() == 0
@@ -211,7 +211,7 @@ async def test_a_cancel_while_a_message_is_written_ends_the_generator_in_its_own
     call = plane.start(kind, GOOD, metadata=(("authorization", f"Bearer {SECRET}"),))
     await call.read()
     call.cancel()
-    assert await asyncio.wait_for(ended_in, 10) is started_in[0]
+    assert await asyncio.wait_for(ended_in, 60) is started_in[0]
 
 
 async def test_a_passed_deadline_is_counted_as_one(plane: Plane) -> None:

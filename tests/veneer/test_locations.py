@@ -40,7 +40,7 @@ async def test_an_answer_is_kept_for_a_while_and_used_while_another_is_asked_for
     control.may_answer.clear()
     assert (await known.of("tone", "")).addresses == ("a:1",), "nobody waits for the new one"
     control.may_answer.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await known.of("tone", "")).addresses != ("b:2",):  # noqa: ASYNC110  what is tried is what callers see
             await asyncio.sleep(0)
     assert len(control.asked) == 2
@@ -64,7 +64,7 @@ async def test_a_failure_costs_nothing_and_keeps_what_was_known() -> None:
     known = Locations(control.ask, clock=control.clock)
     assert await known.of("tone", "") == Location("/tone")
     control.now_s, control.answer = 13.0, Location("acme/tone", ("a:1",))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await known.of("tone", "")).addresses != ("a:1",):  # noqa: ASYNC110  what is tried is what callers see
             await asyncio.sleep(0)
     control.now_s, control.answer = 26.0, UnavailableError("away")

@@ -81,7 +81,7 @@ async def world() -> AsyncIterator[World]:
         "PlacementService", placement_pb2, partial(placement_pb2_grpc.add_PlacementServiceServicer_to_server, placement)
     )
     address = (await control.start()).callers
-    async with Client(control=address, data=",".join(plane.address for plane in planes), key=KEY, timeout_s=10.0) as client:
+    async with Client(control=address, data=",".join(plane.address for plane in planes), key=KEY, timeout_s=60) as client:
         yield World(planes, servers, placement, client)
     for server in (*servers, control):
         await server.stop(grace_s=0)

@@ -83,13 +83,13 @@ async def server(admin: Admin, tmp_path: Path) -> AsyncIterator[PlaneServer]:
 async def residency(channel: grpc.aio.Channel) -> str:
     stub = admin_pb2_grpc.AdminServiceStub(channel)
     metadata = (("authorization", f"Bearer {OPERATOR}"),)
-    response = await stub.GetResidency(admin_pb2.GetResidencyRequest(), metadata=metadata, timeout=10)
+    response = await stub.GetResidency(admin_pb2.GetResidencyRequest(), metadata=metadata, timeout=60)
     return str(response.base_digest)
 
 
 async def health(channel: grpc.aio.Channel, service: str = "") -> str:
     request = health_pb2.HealthCheckRequest(service=service)
-    response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
+    response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 
@@ -125,7 +125,7 @@ async def test_health_needs_no_credential_and_knows_each_service(server: PlaneSe
 async def test_reflection_lists_the_services(server: PlaneServer) -> None:
     async with grpc.aio.insecure_channel(addresses(server).operators) as channel:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=10)
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=60)
         [response] = [response async for response in call]
     names = {service.name for service in response.list_services_response.service}
     assert {ADMIN.full_name, "grpc.health.v1.Health"} <= names
@@ -154,7 +154,7 @@ async def test_the_metrics_page_counts_calls(server: PlaneServer) -> None:
 async def test_a_drain_says_not_serving_while_calls_go_on_to_their_end(server: PlaneServer, admin: Admin, tmp_path: Path) -> None:
     async with grpc.aio.insecure_channel(addresses(server).operators) as channel:
         metadata = (("authorization", f"Bearer {OPERATOR}"),)
-        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=20)
+        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=60)
         await admin.started.wait()
         await server.drain()
         assert await health(channel) == "NOT_SERVING"
@@ -171,7 +171,7 @@ async def test_a_call_that_outlives_the_grace_ends_unavailable(admin: Admin) -> 
     found = await server.start()
     async with grpc.aio.insecure_channel(found.operators) as channel:
         metadata = (("authorization", f"Bearer {OPERATOR}"),)
-        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=20)
+        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=60)
         await admin.started.wait()
         await server.stop(grace_s=0.05)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -190,7 +190,7 @@ async def test_sigterm_drains_and_stops(admin: Admin) -> None:
     running = asyncio.create_task(server.run(on_drain=on_drain))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, 60)
     assert order == ["drain"]
 
 
@@ -199,7 +199,7 @@ async def test_a_second_signal_cuts_the_grace_short(admin: Admin) -> None:
     found = await server.start()
     async with grpc.aio.insecure_channel(found.operators) as channel:
         metadata = (("authorization", f"Bearer {OPERATOR}"),)
-        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=20)
+        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=60)
         await admin.started.wait()
         draining = asyncio.Event()
 
@@ -209,9 +209,9 @@ async def test_a_second_signal_cuts_the_grace_short(admin: Admin) -> None:
         running = asyncio.create_task(server.run(on_drain=on_drain))
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(draining.wait(), 10)
+        await asyncio.wait_for(draining.wait(), 60)
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, 60)
         with pytest.raises(grpc.aio.AioRpcError):
             await call
 
@@ -278,7 +278,7 @@ async def test_a_message_above_the_limit_is_refused(server: PlaneServer) -> None
     async with grpc.aio.insecure_channel(addresses(server).operators) as channel:
         method = channel.unary_unary("/veneer.dataplane.v1.AdminService/GetResidency")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await method(b"x" * ((4 << 20) + 1), metadata=(("authorization", f"Bearer {OPERATOR}"),), timeout=10)
+            await method(b"x" * ((4 << 20) + 1), metadata=(("authorization", f"Bearer {OPERATOR}"),), timeout=60)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -301,5 +301,5 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 
 def _read(url: str) -> bytes:
-    with urlopen(url, timeout=10) as response:
+    with urlopen(url, timeout=60) as response:
         return bytes(response.read())

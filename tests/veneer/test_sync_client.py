@@ -50,7 +50,7 @@ def address(thread: LoopThread, generation: Generation, catalog: Catalog) -> Ite
 
 @pytest.fixture
 def client(address: str) -> Iterator[SyncClient]:
-    with SyncClient(control=address, data=address, key=KEY, timeout_s=10.0) as client:
+    with SyncClient(control=address, data=address, key=KEY, timeout_s=60) as client:
         yield client
 
 
@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 def ended(thread: LoopThread, generation: Generation) -> bool:
     """Waits until the service has seen its stream end."""
-    return thread.run(asyncio.wait_for(generation.ended.wait(), 10))
+    return thread.run(asyncio.wait_for(generation.ended.wait(), 60))
 
 
 def surface(kind: type) -> dict[str, inspect.Signature]:
@@ -169,7 +169,7 @@ def test_another_thread_may_close_a_stream_that_is_waited_for(
         thread.run(waited_for())
         stream.close()
         with pytest.raises(VeneerError) as caught:
-            reading.result(10)
+            reading.result(60)
     assert caught.value.status == "CANCELLED"
     assert ended(thread, generation)
 
@@ -241,7 +241,7 @@ from veneer.errors import FailedPreconditionError
 from veneer.sync_client import SyncClient
 
 def make():
-    return SyncClient(control=sys.argv[1], key=sys.argv[2], timeout_s=10.0)
+    return SyncClient(control=sys.argv[1], key=sys.argv[2], timeout_s=60)
 
 def ask_in_child(*ways):
     child = os.fork()

@@ -90,7 +90,7 @@ async def test_everything_ends_once_is_given_back_and_no_answer_changes(
 
 async def assert_everything_is_given_back(client: EngineClient, load: Load) -> None:
     load.forget_adapters()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:  # aborts and loads may still be on their way
             state = await client.state()
             if not (state.running or state.waiting or state.arena_bytes_used or state.holdings):

@@ -52,7 +52,7 @@ def test_every_step_runs_once_in_order_in_the_thread_that_drives(make: Callable[
 
 def test_overlapped_the_loop_goes_on_while_a_step_runs() -> None:
     may_end = threading.Event()
-    stepping = overlapped(lambda plan: [plan.num_tokens] if may_end.wait(20) else [])
+    stepping = overlapped(lambda plan: [plan.num_tokens] if may_end.wait(60) else [])
 
     def loop() -> None:
         assert stepping.turn(PLANS[0]) is None, "it returned although the step waits for this thread"
@@ -100,7 +100,7 @@ def test_a_signal_that_ends_the_drive_ends_a_loop_that_waits_for_something_else(
     def loop() -> None:
         signal.pthread_kill(driver, signal.SIGINT)
         try:
-            assert woken.wait(20)
+            assert woken.wait(60)
             stepping.turn(None)
         finally:
             ended.set()

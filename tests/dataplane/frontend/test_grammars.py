@@ -48,7 +48,7 @@ def compiler(folder: Path) -> Counting:
 
 @pytest.fixture
 async def grammars(compiler: Counting) -> AsyncIterator[Grammars]:
-    made = Grammars(compiler, timeout_s=30, max_pending=2, max_entries=3)  # type: ignore[arg-type]
+    made = Grammars(compiler, timeout_s=60, max_pending=2, max_entries=3)  # type: ignore[arg-type]
     yield made
     if compiler.gate is not None:
         compiler.gate.set()

@@ -167,7 +167,7 @@ def test_it_draws_on_a_terminal_until_ctrl_c(stack: LocalStack) -> None:
             if select.select([ours], [], [], 0.1)[0]:
                 with suppress(OSError):  # the other side is closed when the process ends
                     os.read(ours, 65536)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

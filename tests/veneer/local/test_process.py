@@ -44,7 +44,7 @@ def test_a_pid_that_belongs_to_another_process_now_is_left_alone(process: Proces
 
 def test_a_process_that_ignores_the_request_is_ended(process: Process, tmp_path: Path) -> None:
     process.start([sys.executable, "-c", STUBBORN, tmp_path / "deaf"])
-    process.wait_for_file(tmp_path / "deaf", timeout_s=20)
+    process.wait_for_file(tmp_path / "deaf", timeout_s=60)
     assert process.stop(number=signal.SIGTERM, timeout_s=0.05) is False
     assert process.pid is None
 
@@ -53,7 +53,7 @@ def test_the_end_of_a_process_shows_its_own_last_words(process: Process, tmp_pat
     (tmp_path / "worker.log").write_text("words of an earlier run\n")
     process.start([sys.executable, "-c", "raise SystemExit('no such model')"])
     with pytest.raises(UnavailableError, match="no such model") as caught:
-        process.wait_for_file(tmp_path / "never", timeout_s=20)
+        process.wait_for_file(tmp_path / "never", timeout_s=60)
     assert "earlier run" not in str(caught.value)
 
 
