@@ -31,11 +31,12 @@ from dataplane.frontend.prompts import Budget, Prompts
 from dataplane.metering import Meter, Metering
 from dataplane.metrics import Metrics
 from dataplane.outcomes import Outcomes
-from dataplane.resolution import Answer, Caller, Resolution, TenantLimits
+from dataplane.resolution import Answer, Caller, Resolution, Target, TenantLimits
 from dataplane.resolve_cache import Key, ResolveCache
 from dataplane.token_stream import Piece, TokenStream
 from dataplane.transfer import WithdrawnVersionError
 from veneer.access import Identity, set_identity
+from veneer.call_records import note
 from veneer.errors import ResourceExhaustedError, UnavailableError
 
 
@@ -76,6 +77,38 @@ class StreamLimits:
     max_buffer_tokens: int = 256
     slow_reader_s: float = 10.0
     fallback_after_s: float = 5.0
+
+
+class _LogLine:
+    """What the log line of a request says, as far as it came. Owned by its handler."""
+
+    def __init__(self, request_id: str, target: Target) -> None:
+        self._num_output = 0
+        self._reasons: dict[int, str] = {}
+        note(request_id=request_id, owner=target.owner, adapter=target.adapter, alias=target.alias, version=target.version)
+        note(version_number=0, fallback="", prompt_tokens=0, cached_tokens=0, output_tokens=0, finish_reason="")
+
+    def prompt(self, num_tokens: int) -> None:
+        """The prompt has so many tokens."""
+        note(prompt_tokens=num_tokens)
+
+    def bound(self, served: Served) -> None:
+        """This answers, or is to; where the base does, owner and adapter stay those that were asked for."""
+        if served.version is not None:
+            note(owner=served.owner, adapter=served.adapter, alias=served.alias)
+        fallback = "" if served.fallback is None else served.fallback.value
+        note(version=served.version or "", version_number=served.version_number, fallback=fallback)
+
+    def saw(self, part: Part) -> None:
+        """A part is about to go out."""
+        if part.served is not None:
+            self.bound(part.served)
+        self._num_output += len(part.piece.ids)
+        note(output_tokens=self._num_output)
+        if (end := part.piece.end) is not None:
+            self._reasons[part.choice] = end.reason
+            reasons = ",".join(self._reasons[choice] for choice in sorted(self._reasons))
+            note(finish_reason=reasons, cached_tokens=end.cached_tokens)
 
 
 class Generator:
@@ -143,6 +176,8 @@ class Generator:
             VeneerError: The request is refused, or the stream ended badly.
         """
         started_s = time.monotonic()
+        request_id = request.request_id or uuid.uuid4().hex
+        line = _LogLine(request_id, request.target)
         if self.draining:
             raise UnavailableError("the node is draining", retry_after_s=0.1)
         answer = await self._resolver.resolve(Key(request.key_digest, request.target))
@@ -151,7 +186,7 @@ class Generator:
         mode = mode_of(request.fallback, caller)
         served = bind(
             answer,
-            request_id=request.request_id or uuid.uuid4().hex,
+            request_id=request_id,
             base_digest=self._base_digest,
             split_unit=request.split_unit,
             mode=mode,
@@ -159,12 +194,14 @@ class Generator:
         )
         async with self._admitted(answer, request.choice.n) as meter:
             budget = await self._prompts.prepare(request.prompt, max_tokens=request.choice.max_tokens)
+            line.prompt(len(budget.ids))
             await meter.reserve(prompt=len(budget.ids), output=budget.max_tokens * request.choice.n)
             constraint = request.choice.constraint
             grammar = "" if constraint is None else await self._prompts.grammars.check(constraint)
             if request.deadline_s is not None:
                 request = replace(request, deadline_s=max(request.deadline_s - (time.monotonic() - started_s), 0.0))
             bound = activate(served, answer, budget.ids)
+            line.bound(bound.served)
             asked = Asked(
                 request=request,
                 caller=caller,
@@ -184,6 +221,7 @@ class Generator:
                 async for part in parts:
                     self._metrics.saw(timers[part.choice], part.piece)
                     meter.saw(part.served, part.piece)
+                    line.saw(part)
                     yield part
 
     async def _answer(self, asked: Asked) -> AsyncGenerator[Part]:

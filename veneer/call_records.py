@@ -1,18 +1,57 @@
-"""What is kept of calls: metrics, and the log lines of those that are logged together."""
+"""What is kept of calls: metrics, facts for their log lines, and the lines of those that are logged together."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 
+from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _LOG = logging.getLogger(__name__)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOGETHER_S = 1.0
+_TRACE_HEADERS = ("traceparent", "tracestate")
+_facts: ContextVar[dict[str, object] | None] = ContextVar("facts", default=None)
+
+
+def collect_facts() -> dict[str, object]:
+    """Begins to collect the facts of the call that runs in this task; returns where they will be. For the interceptor."""
+    facts: dict[str, object] = {}
+    _facts.set(facts)
+    return facts
+
+
+def note(**facts: object) -> None:
+    """Adds facts to the log line of the call that runs in this task, if one does; later ones replace earlier ones.
+
+    Identifiers, names and numbers only: never a prompt, a text, a token, a key.
+    """
+    collected = _facts.get()
+    if collected is not None:
+        collected.update(facts)
+
+
+def trace_facts(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, object]:
+    """Returns `trace_id` and `span_id` in W3C's form: of OpenTelemetry's span if one is active, else of the call's `traceparent`.
+
+    Args:
+        metadata: The headers of the call. Without a valid `traceparent` there is no fact.
+    """
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        headers = {name: value for name, value in metadata if name in _TRACE_HEADERS and isinstance(value, str)}
+        if not headers:
+            return {}
+        context = trace.get_current_span(TraceContextTextMapPropagator().extract(headers)).get_span_context()
+    if not context.is_valid:
+        return {}
+    return {"trace_id": trace.format_trace_id(context.trace_id), "span_id": trace.format_span_id(context.span_id)}
 
 
 class MethodMetrics:

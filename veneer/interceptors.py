@@ -21,7 +21,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from veneer.access import Authenticator, Identity, ListenerName, Rule, Rules, current_identity, key_digest_of, set_identity
-from veneer.call_records import CallMetrics, CallSummary, MethodMetrics
+from veneer.call_records import CallMetrics, CallSummary, MethodMetrics, collect_facts, trace_facts
 from veneer.errors import InternalError, InvalidArgumentError, PermissionDeniedError, UnauthenticatedError, VeneerError
 from veneer.statuses import code_of, message_of, trailers_of
 from veneer.validation import validate
@@ -57,8 +57,9 @@ class _Method:
 
 @dataclass(slots=True)
 class _Call:
-    """A running call, whose block fills in who makes it and whether the method was called."""
+    """A running call, whose block fills in who makes it and whether the method was called; what `note` adds is in `facts`."""
 
+    facts: dict[str, object]
     identity: Identity | None = None
     is_short: bool = False
 
@@ -188,7 +189,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """One call from its first look at the credential to its log line."""
         start = time.monotonic()
         method.metrics.started()
-        call = _Call()
+        call = _Call(collect_facts())
         code = "UNKNOWN"
         try:
             yield call
@@ -202,10 +203,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raise
         except VeneerError as error:
             code = error.status
+            call.facts["error"] = type(error).__name__
             await _abort(context, error)
         except Exception as error:  # noqa: BLE001  a fault of one call must not show its text to the caller nor end the server
             code = "INTERNAL"
-            _LOG.error("call failed unexpectedly", extra={"method": method.name, "trace": _trace(error)})
+            facts = call.facts | trace_facts(_metadata(context))
+            _LOG.error("call failed unexpectedly", extra=facts | {"method": method.name, "trace": _trace(error)})
             await _abort(context, InternalError("internal error"))
         finally:
             seconds = time.monotonic() - start
@@ -214,14 +217,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 assert call.identity is not None
                 self._summary.add(method.name, call.identity.key_id, seconds=seconds)
             else:
-                self._log(method, call, code=code, seconds=seconds)
+                self._log(method, call, context, code=code, seconds=seconds)
 
     async def _admit(self, call: _Call, rule: Rule | None, context: _Context) -> None:
         if rule is None:
             raise PermissionDeniedError("this method is not for anyone")
         if rule.open:
             return
-        metadata: dict[str, str | bytes] = dict(tuple(context.invocation_metadata() or ()))
+        metadata = dict(_metadata(context))
         key_digest = key_digest_of(metadata.get("authorization"))
         identity: Identity | None = None
         if key_digest is not None:
@@ -235,7 +238,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         set_identity(identity)
         call.identity = identity
 
-    def _log(self, method: _Method, call: _Call, *, code: str, seconds: float) -> None:
+    def _log(self, method: _Method, call: _Call, context: _Context, *, code: str, seconds: float) -> None:
         is_open = method.rule is not None and method.rule.open
         level = logging.WARNING if code in _ALARMING else logging.DEBUG if is_open else logging.INFO
         if not _LOG.isEnabledFor(level):
@@ -245,7 +248,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             identity = current_identity()  # a method that was open to any bearer may have found out whose key it is
             facts |= {"kind": identity.kind, "key_id": identity.key_id, "tenant": identity.tenant}
             facts |= {"organization": identity.organization}
-        _LOG.log(level, "call ended", extra=facts)
+        _LOG.log(level, "call ended", extra=call.facts | facts | trace_facts(_metadata(context)))
+
+
+def _metadata(context: _Context) -> tuple[tuple[str, str | bytes], ...]:
+    return tuple(context.invocation_metadata() or ())
 
 
 async def _validated(requests: AsyncIterator[Message]) -> AsyncIterator[Message]:

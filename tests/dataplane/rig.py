@@ -157,13 +157,15 @@ class Rig:
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.operators)
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(self.callers)
 
-    def call(self, *, key: str = TENANT, max_tokens: int = 8, n: int = 1, **fields: Any) -> Any:
+    def call(
+        self, *, key: str = TENANT, max_tokens: int = 8, n: int = 1, headers: tuple[tuple[str, str], ...] = (), **fields: Any
+    ) -> Any:
         request = generation_pb2.GenerateRequest(
             text="the quick brown fox",
             sampling=generation_pb2.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, n=n),
             **fields,
         )
-        return self._generation.Generate(request, metadata=bearer(key))
+        return self._generation.Generate(request, metadata=(*bearer(key), *headers))
 
     async def read(self, **fields: Any) -> tuple[generation_pb2.Served, list[int], generation_pb2.Finish]:
         responses = [response async for response in self.call(**fields)]

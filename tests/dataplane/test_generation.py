@@ -17,6 +17,7 @@ from dataplane.quotas import Amounts, Demand, Leased, Quotas
 from dataplane.resolution import Refusal, Target, TenantQuotas
 from tests.dataplane.doubles import BASE, OTHER, VERSION, answer, caller, delta, resolution, until
 from tests.dataplane.stage import REQUEST, Stage, hang_after_first_token, hang_in_engine, hang_in_load
+from veneer.call_records import collect_facts
 from veneer.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -47,6 +48,33 @@ async def test_the_engine_hears_of_the_tenant_the_version_and_the_rest_of_the_de
     sampling = submit.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (7, 0.5, 11)
     assert sampling.stop_token_ids == (0, 9)
+
+
+async def test_the_log_line_of_a_request_says_what_became_of_it(stage: Stage) -> None:
+    facts = collect_facts()
+    served = await stage.served(replace(REQUEST, request_id="r-7", choice=Choice(n=2)))
+    assert facts == {
+        "request_id": "r-7", "owner": "acme", "adapter": "bot", "alias": "stable", "version": served.version, "version_number": 1,
+        "fallback": "", "prompt_tokens": 2, "cached_tokens": 0, "output_tokens": 6, "finish_reason": "length,length",
+    }  # fmt: skip
+
+
+async def test_the_log_line_of_a_refused_request_says_what_was_asked_for(stage: Stage) -> None:
+    stage.says = UnavailableError("the control plane is unreachable")
+    facts = collect_facts()
+    with pytest.raises(UnavailableError):
+        await stage.run(replace(REQUEST, target=Target("bot", "acme", "", VERSION)))
+    assert facts["request_id"]
+    assert (facts["adapter"], facts["owner"], facts["version"]) == ("bot", "acme", VERSION)
+    assert (facts["output_tokens"], facts["finish_reason"]) == (0, "")
+
+
+async def test_the_log_line_of_a_fallback_names_the_adapter_and_why_it_did_not_answer(stage: Stage) -> None:
+    stage.says = answer(Refusal.NOT_FOUND)
+    facts = collect_facts()
+    await stage.run(replace(REQUEST, target=Target("nothing"), fallback=FallbackMode.ANY))
+    assert (facts["adapter"], facts["version"], facts["fallback"]) == ("nothing", "", "not_found")
+    assert facts["finish_reason"] == "length"
 
 
 async def test_ignore_eos_leaves_only_the_callers_own_stop_tokens(stage: Stage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import urllib.request
@@ -61,6 +62,34 @@ async def test_base_and_adapter_answer_differently_and_say_who_they_are(rig: Rig
     assert (version.version, version.tier, version.max_rank, version.leases) == (bot.version, admin_pb2.TIER_DEVICE, 4, 0)
     assert residency.mean_store_load_s > 0
     assert await rig.is_idle()
+
+
+async def test_one_line_of_the_log_answers_what_became_of_a_request(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="veneer.interceptors")
+    trace, span = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    await rig.read(**BOT, request_id="my-request", headers=(("traceparent", f"00-{trace}-{span}-01"),))
+    leaving = rig.call(**BOT, max_tokens=200, request_id="left")
+    await leaving.read()
+    leaving.cancel()
+    await until(lambda: rig.node.generator.num_streams == 0)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await rig.read(adapter=generation_pb2.AdapterRef(adapter="nothing"), request_id="refused")
+    lines = {vars(record)["request_id"]: vars(record) for record in caplog.records if record.message == "call ended"}
+    line = lines["my-request"]
+    wanted = {
+        "method": "/veneer.dataplane.v1.GenerationService/Generate", "code": "OK", "tenant": "acme", "owner": "acme",
+        "adapter": "bot", "alias": "stable", "version": rig.plane.source.version, "version_number": 1, "fallback": "",
+        "output_tokens": 8, "finish_reason": "length", "trace_id": trace, "span_id": span,
+    }  # fmt: skip
+    assert {name: line[name] for name in wanted} == wanted
+    assert line["prompt_tokens"] > 0
+    left, refused = lines["left"], lines["refused"]
+    assert (left["code"], left["finish_reason"], left["version"]) == ("CANCELLED", "", rig.plane.source.version)
+    assert 0 < left["output_tokens"] < 200
+    assert (refused["code"], refused["adapter"], refused["version"]) == ("NOT_FOUND", "nothing", "")
+    said = str([vars(record) for record in caplog.records])
+    assert "quick brown fox" not in said
+    assert TENANT not in said
 
 
 async def test_fallback_is_the_bases_own_answer(rig: Rig) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
 
 from tests.veneer.plane import (
     BAD,
@@ -26,8 +30,9 @@ from tests.veneer.plane import (
     serving,
 )
 from veneer.access import Identity, Rule, current_identity
+from veneer.call_records import note
 from veneer.dataplane.v1 import generation_pb2 as pb
-from veneer.errors import FailedPreconditionError, ResourceExhaustedError
+from veneer.errors import FailedPreconditionError, ResourceExhaustedError, VeneerError
 
 
 @pytest.fixture
@@ -252,6 +257,100 @@ async def test_one_line_is_logged_for_a_call(plane: Plane, caplog: pytest.LogCap
     assert (facts["method"], facts["code"], facts["tenant"], facts["key_id"]) == ("/test.Four/UnaryUnary", "OK", "acme", "k1")
     assert facts["organization"] == ""
     assert SECRET not in str(facts)
+
+
+def line_of(caplog: pytest.LogCaptureFixture, message: str = "call ended") -> dict[str, Any]:
+    [record] = [record for record in caplog.records if record.message == message]
+    return vars(record)
+
+
+@pytest.mark.parametrize("end", [None, FailedPreconditionError("quarantined"), RuntimeError(CANARY)])
+async def test_what_a_method_notes_of_a_call_is_on_its_line_however_it_ends(
+    plane: Plane, caplog: pytest.LogCaptureFixture, end: Exception | None
+) -> None:
+    caplog.set_level(logging.INFO, logger="veneer.interceptors")
+
+    async def body(context: Any) -> AsyncGenerator[pb.GenerateResponse]:
+        note(request_id="r-1", version="")
+        yield pb.GenerateResponse(finish=pb.Finish(completion_tokens=1))
+        note(version="abc")
+        if end is not None:
+            raise end
+
+    plane.body = body
+    with contextlib.suppress(VeneerError, grpc.aio.AioRpcError):
+        await plane.call("UnaryStream", GOOD)
+    facts = line_of(caplog)
+    assert (facts["request_id"], facts["version"], facts["tenant"]) == ("r-1", "abc", "acme")
+    assert facts.get("error") == ("FailedPreconditionError" if isinstance(end, FailedPreconditionError) else None)
+    if isinstance(end, RuntimeError):
+        assert line_of(caplog, "call failed unexpectedly")["request_id"] == "r-1"
+    assert CANARY not in str([vars(record) for record in caplog.records])
+
+
+async def test_calls_at_once_keep_their_facts_apart(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="veneer.interceptors")
+    names, both = iter(("a", "b")), asyncio.Barrier(2)
+
+    async def body(context: Any) -> AsyncGenerator[pb.GenerateResponse]:
+        name = next(names)
+        note(first=name)
+        await both.wait()
+        note(second=name)
+        yield pb.GenerateResponse(finish=pb.Finish(completion_tokens=1))
+
+    plane.body = body
+    await asyncio.gather(plane.call("UnaryStream", GOOD), plane.call("UnaryStream", GOOD))
+    lines = [vars(record) for record in caplog.records if record.message == "call ended"]
+    assert sorted((line["first"], line["second"]) for line in lines) == [("a", "a"), ("b", "b")]
+
+
+def test_a_note_outside_of_calls_does_nothing() -> None:
+    note(request_id="r")
+
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        (f"00-{TRACE}-{SPAN}-01", (TRACE, SPAN)),
+        (f"00-{TRACE}-{SPAN}-00", (TRACE, SPAN)),
+        (None, None),
+        (f"00-{'0' * 32}-{SPAN}-01", None),
+        (f"00-{TRACE}-{'0' * 16}-01", None),
+        (f"00-{TRACE}-{SPAN}", None),
+        ("nonsense", None),
+    ],
+)
+async def test_a_line_has_the_trace_that_the_caller_names(
+    plane: Plane, caplog: pytest.LogCaptureFixture, header: str | None, found: tuple[str, str] | None
+) -> None:
+    caplog.set_level(logging.INFO, logger="veneer.interceptors")
+    headers = () if header is None else (("traceparent", header),)
+    call = plane.start("UnaryUnary", GOOD, metadata=(("authorization", f"Bearer {SECRET}"), *headers))
+    await call
+    facts = line_of(caplog)
+    assert (facts.get("trace_id"), facts.get("span_id")) == (found or (None, None))
+
+
+async def test_the_span_of_opentelemetry_goes_before_the_header(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="veneer.interceptors")
+    provider = TracerProvider()
+    seen: list[Any] = []
+
+    async def body(context: Any) -> AsyncGenerator[pb.GenerateResponse]:
+        span = provider.get_tracer("test").start_span("here")
+        seen.append(span.get_span_context())
+        otel_context.attach(trace.set_span_in_context(span))
+        yield pb.GenerateResponse(finish=pb.Finish(completion_tokens=1))
+
+    plane.body = body
+    headers = (("authorization", f"Bearer {SECRET}"), ("traceparent", f"00-{TRACE}-{SPAN}-01"))
+    await plane.start("UnaryUnary", GOOD, metadata=headers)
+    facts, (context,) = line_of(caplog), seen
+    assert (facts["trace_id"], facts["span_id"]) == (f"{context.trace_id:032x}", f"{context.span_id:016x}")
 
 
 async def test_details_carry_a_bad_request_that_any_client_can_read(plane: Plane) -> None:
