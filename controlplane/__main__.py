@@ -10,15 +10,16 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from controlplane.schema import make_first_operator, migrate
-from controlplane.settings import Settings
-from controlplane.vault import ensure_secret_file, ensure_secret_files, new_secret, open_vault
+from controlplane.settings import PREFIX, Settings
+from controlplane.vault import Vault, ensure_secret_file, ensure_secret_files, new_secret, open_vault
 from veneer import logs
-from veneer.errors import VeneerError
+from veneer.errors import InvalidArgumentError, VeneerError
 from veneer.server import run_main
+from veneer.settings import fault_lines
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns the exit status."""
+    """Runs a command; returns the exit status: 0, 1 when it could not be done, 2 for a setting or an argument that is wrong."""
     chosen = _parser().parse_args(arguments)
     try:
         if chosen.command == "secrets":
@@ -27,15 +28,18 @@ def main(arguments: list[str] | None = None) -> int:
         settings = Settings(_secrets_dir=chosen.secrets_dir)  # type: ignore[call-arg]
         logs.configure(settings.log_level)
         if chosen.command == "serve":
-            run_main(_serve(settings))
+            run_main(_serve(settings, open_vault(settings)))
         elif chosen.command == "migrate":
-            migrate(settings)
+            done = migrate(settings, revision=chosen.to)
+            came = f", from {done.before or 'none'}" if done.before != done.after else ""
+            print(f"the schema is at revision {done.after}{came}")
         else:
             _bootstrap(settings, key_file=chosen.key_file, show=chosen.show or chosen.key_file is None, as_json=chosen.json)
     except ValidationError as error:
-        for fault in error.errors():
-            name = "VENEER_CONTROLPLANE_" + "_".join(str(part) for part in fault["loc"]).upper()
-            print(f"{name}: {fault['msg']}", file=sys.stderr)
+        print(*fault_lines(error.errors(include_input=False, include_url=False), prefix=PREFIX), sep="\n", file=sys.stderr)
+        return 2
+    except InvalidArgumentError as error:
+        print(error, file=sys.stderr)
         return 2
     except (OSError, ValueError, VeneerError) as error:
         print(error, file=sys.stderr)
@@ -54,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("serve", help="serve until SIGTERM")
-    commands.add_parser("migrate", help="bring the schema up to date, as the owner of the tables")
+    migration = commands.add_parser("migrate", help="bring the schema up to date, as the owner of the tables")
+    migration.add_argument("--to", default="head", metavar="REVISION", help="to this revision, up or down, not to the newest")
     bootstrap = commands.add_parser("bootstrap", help="make the first operator and show its key, once")
     bootstrap.add_argument("--key-file", type=Path, metavar="FILE", help="keep the key here, not shown; may then be run again")
     bootstrap.add_argument("--show", action="store_true", help="show the key although it is kept")
@@ -71,10 +76,10 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: Settings, vault: Vault) -> None:
     from controlplane.service import ControlPlane
 
-    async with ControlPlane(settings, open_vault(settings)) as control_plane:
+    async with ControlPlane(settings, vault) as control_plane:
         await control_plane.server.run()
 
 

@@ -16,7 +16,9 @@ from obstore.exceptions import AlreadyExistsError as ObjectExistsError
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
+from controlplane.settings import PREFIX
 from veneer.errors import DataLossError, UnavailableError
+from veneer.settings import SettingError
 
 _MAX_PART_BYTES = 1 << 20
 _WINDOW_BYTES = 4 << 20
@@ -39,7 +41,7 @@ class Blobs:
         """Opens the store.
 
         Raises:
-            ValueError: The address is not one of an object store.
+            SettingError: The address is not one of an object store that can be opened.
         """
         parts = urlsplit(url)
         self._can_sign = parts.scheme in _SIGNING
@@ -47,8 +49,9 @@ class Blobs:
         self._root = Path(unquote(parts.path)) if is_folder else None
         try:
             self._store: Any = from_url(url, mkdir=True) if is_folder else from_url(url)
-        except (BaseError, ValueError) as error:
-            raise ValueError(f"VENEER_CONTROLPLANE_STORE_URL: {error}") from error
+        except (BaseError, ValueError, OSError) as error:
+            cause = str(error).strip().partition("\n")[0]  # the rest is what the library knows of itself
+            raise SettingError.of_variable(f"{PREFIX}STORE_URL", cause) from error
 
     async def put(self, folder: str, digest: str, file: Path) -> None:
         """Writes a file into a folder; doing it again changes nothing.

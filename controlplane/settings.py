@@ -10,11 +10,15 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
+from veneer.settings import SettingError, check_address, check_level, check_listeners, check_redis_url, check_tls, host_of
+
+PREFIX = "VENEER_CONTROLPLANE_"
 APP_ROLE = "veneer_app"
 AUTH_ROLE = "veneer_auth"
 RELAY_ROLE = "veneer_relay"
 
 _GIB = 1 << 30
+_NO_DATABASE = "is not a database address such as postgresql://host:5432/veneer"
 _MIN_AUDIT_DAYS = 30  # the database itself lets nothing younger go
 
 
@@ -81,7 +85,7 @@ class Settings(BaseSettings):
         log_level: Least level that is logged.
     """
 
-    model_config = SettingsConfigDict(env_prefix="VENEER_CONTROLPLANE_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
     database_url: str = "postgresql://127.0.0.1:5432/veneer"
     app_password: SecretStr | None = None
@@ -138,23 +142,53 @@ class Settings(BaseSettings):
     usage_journal_grace_s: Annotated[float, Field(ge=3600, le=365 * 86400)] = 86400.0
     log_level: str = "INFO"
 
+    _callers = field_validator("listen_callers", "listen_operators")(check_address)
+    _level = field_validator("log_level")(check_level)
+
     @field_validator("database_url")
     @classmethod
     def _known_address(cls, value: str) -> str:
-        try:
-            make_url(value)
-        except ArgumentError as error:
-            raise ValueError("is not a database address such as postgresql://host:5432/veneer") from error
+        return _database(value)
+
+    @field_validator("owner_url")
+    @classmethod
+    def _known_owner(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            _database(value.get_secret_value())
+        return value
+
+    @field_validator("redis_url")
+    @classmethod
+    def _known_redis(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            check_redis_url(value.get_secret_value())
+        return value
+
+    @field_validator("listen_metrics")
+    @classmethod
+    def _known_metrics(cls, value: str) -> str:
+        if value:  # none: no page
+            host_of(value)
+        return value
+
+    @field_validator("audit_retention_days")
+    @classmethod
+    def _long_enough(cls, value: int) -> int:
+        if 0 < value < _MIN_AUDIT_DAYS:
+            raise ValueError(f"is 0, for ever, or at least {_MIN_AUDIT_DAYS}")
         return value
 
     @model_validator(mode="after")
     def _whole(self) -> Settings:
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("tls_certificate and tls_key are set together or not at all")
+        check_tls(self.tls_certificate, self.tls_key, prefix=PREFIX)
         if self.pepper is not None and self.pepper_file is not None:
-            raise ValueError("set pepper or pepper_file, not both")
-        if 0 < self.audit_retention_days < _MIN_AUDIT_DAYS:
-            raise ValueError(f"audit_retention_days is 0, for ever, or at least {_MIN_AUDIT_DAYS}")
+            raise ValueError(f"set {PREFIX}PEPPER or {PREFIX}PEPPER_FILE, not both")
+        check_listeners(
+            {"listen_callers": self.listen_callers, "listen_operators": self.listen_operators},
+            prefix=PREFIX,
+            has_tls=self.tls_certificate is not None,
+            allow_plaintext=self.allow_plaintext,
+        )
         return self
 
     def role_url(self, role: str) -> URL:
@@ -176,9 +210,20 @@ class Settings(BaseSettings):
         """Address of the owner of the tables.
 
         Raises:
-            ValueError: `owner_url` is not set.
+            SettingError: `owner_url` is not set.
         """
         if self.owner_url is None:
-            raise ValueError("VENEER_CONTROLPLANE_OWNER_URL is not set")
+            raise SettingError.of_variable(f"{PREFIX}OWNER_URL", "is not set")
         url = make_url(self.owner_url.get_secret_value()).set(drivername="postgresql+psycopg")
         return url if self.owner_password is None else url.set(password=self.owner_password.get_secret_value())
+
+
+def _database(address: str) -> str:
+    """The address of a database; what it says is not repeated, since it may hold a password."""
+    try:
+        scheme = make_url(address).drivername
+    except (ArgumentError, ValueError) as error:
+        raise ValueError(_NO_DATABASE) from error
+    if scheme.partition("+")[0] not in ("postgresql", "postgres"):
+        raise ValueError(_NO_DATABASE)
+    return address

@@ -10,7 +10,8 @@ import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from controlplane.settings import Settings
+from controlplane.settings import PREFIX, Settings
+from veneer.settings import SettingError, check_file
 
 SECRET_PREFIX = "vnr_"
 
@@ -42,10 +43,12 @@ class Vault:
         """Holds the pepper.
 
         Raises:
-            ValueError: It is shorter than 32 bytes.
+            SettingError: It is shorter than 32 bytes.
         """
         if len(pepper) < _MIN_PEPPER:
-            raise ValueError(f"the pepper has {len(pepper)} bytes; at least {_MIN_PEPPER} are needed")
+            raise SettingError.of_variable(
+                f"{PREFIX}PEPPER", f"the pepper has {len(pepper)} bytes; at least {_MIN_PEPPER} are needed"
+            )
         self._pepper = pepper
 
     def key_hash(self, key_digest: bytes) -> bytes:
@@ -82,16 +85,17 @@ def open_vault(settings: Settings) -> Vault:
     """The vault with the pepper of the settings.
 
     Raises:
-        ValueError: No pepper is set, or its file cannot be read.
+        SettingError: No pepper is set, or its file cannot be read.
     """
     if settings.pepper is not None:
         return Vault(settings.pepper.get_secret_value().encode())
     if settings.pepper_file is None:
-        raise ValueError("set VENEER_CONTROLPLANE_PEPPER or VENEER_CONTROLPLANE_PEPPER_FILE")
+        raise SettingError.of_variable(f"{PREFIX}PEPPER", f"set it, or {PREFIX}PEPPER_FILE")
     try:
-        return Vault(settings.pepper_file.read_bytes().strip())
-    except OSError as error:
-        raise ValueError(f"VENEER_CONTROLPLANE_PEPPER_FILE: {error}") from error
+        pepper = check_file(settings.pepper_file).strip()
+    except ValueError as error:
+        raise SettingError.of_variable(f"{PREFIX}PEPPER_FILE", str(error)) from error
+    return Vault(pepper)
 
 
 def ensure_secret_file(path: Path, make: Callable[[], str] = _random) -> bool:

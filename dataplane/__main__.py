@@ -12,17 +12,18 @@ from pydantic import ValidationError
 
 from dataplane.engine.collector import share
 from dataplane.node import Node
-from dataplane.settings import Settings
-from veneer.errors import VeneerError
+from dataplane.settings import PREFIX, Settings
+from veneer.errors import InvalidArgumentError, VeneerError
 from veneer.logs import configure
 from veneer.server import run_main
+from veneer.settings import SettingError, fault_lines
 
 _log = logging.getLogger("dataplane")
 _STOP_S = 40.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the process and returns its exit status: 2 for settings that are wrong, 1 for a start that failed."""
+    """Runs the process and returns its exit status: 2 for settings that are wrong, 1 for a start that failed otherwise."""
     parser = argparse.ArgumentParser(prog="dataplane", description="Veneer's data plane; settings come from VENEER_DATAPLANE_*.")
     parser.add_argument("command", choices=["serve"], help="serve: stream tokens until a signal comes")
     parser.add_argument(
@@ -35,19 +36,21 @@ def main(argv: list[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     try:
         settings = Settings(_secrets_dir=chosen.secrets_dir)  # type: ignore[call-arg]
+        settings.check_start()
         configure(settings.log_level)
     except ValidationError as error:
-        for fault in error.errors(include_input=False, include_url=False):
-            name = "_".join(str(part) for part in fault["loc"]).upper()
-            print(f"VENEER_DATAPLANE_{name}: {fault['msg']}", file=sys.stderr)
+        print(*fault_lines(error.errors(include_input=False, include_url=False), prefix=PREFIX), sep="\n", file=sys.stderr)
         return 2
-    except ValueError as error:
-        print(f"VENEER_DATAPLANE_LOG_LEVEL: {error}", file=sys.stderr)
+    except SettingError as error:
+        print(error, file=sys.stderr)
         return 2
     try:
         run_main(_serve(settings))
     except VeneerError as error:
         _log.critical("the data plane cannot start", extra={"status": error.status, "cause": error.message})
+        return 2 if isinstance(error, InvalidArgumentError) else 1
+    except OSError as error:
+        _log.critical("the data plane cannot start", extra={"status": "INTERNAL", "cause": str(error)})
         return 1
     return 0
 

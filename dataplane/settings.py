@@ -6,9 +6,21 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from veneer.settings import (
+    SettingError,
+    check_address,
+    check_file,
+    check_level,
+    check_listeners,
+    check_redis_url,
+    check_tls,
+    host_of,
+)
+
+PREFIX = "VENEER_DATAPLANE_"
 _GIB = 1 << 30
 _MIB = 1 << 20
 
@@ -94,7 +106,7 @@ class Settings(BaseSettings):
         log_level: Least level that is logged.
     """
 
-    model_config = SettingsConfigDict(env_prefix="VENEER_DATAPLANE_", frozen=True, extra="forbid", protected_namespaces=())
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", protected_namespaces=())
 
     model_dir: Path
     device: Literal["cpu", "cuda"] = "cpu"
@@ -166,13 +178,62 @@ class Settings(BaseSettings):
     drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     log_level: str = "INFO"
 
+    _callers = field_validator("listen_callers", "listen_operators")(check_address)
+    _level = field_validator("log_level")(check_level)
+
+    @field_validator("model_dir", mode="before")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        if value == "":
+            raise ValueError("is not set")
+        return value
+
+    @field_validator("redis_url")
+    @classmethod
+    def _known_redis(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            check_redis_url(value.get_secret_value())
+        return value
+
+    @field_validator("listen_metrics")
+    @classmethod
+    def _known_metrics(cls, value: str) -> str:
+        host_of(value)
+        return value
+
+    @field_validator("control_plane_ca")
+    @classmethod
+    def _readable(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            check_file(value)
+        return value
+
     @model_validator(mode="after")
     def _whole(self) -> Settings:
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("tls_certificate and tls_key are set together or not at all")
+        check_tls(self.tls_certificate, self.tls_key, prefix=PREFIX)
+        check_listeners(
+            {"listen_callers": self.listen_callers, "listen_operators": self.listen_operators},
+            prefix=PREFIX,
+            has_tls=self.tls_certificate is not None,
+            allow_plaintext=self.allow_plaintext,
+        )
         if self.t_stale_s < self.resolve_age_s:
-            raise ValueError("t_stale_s must not be below resolve_age_s")
+            raise ValueError(f"{PREFIX}T_STALE_S must not be below {PREFIX}RESOLVE_AGE_S")
         return self
+
+    def check_start(self) -> None:
+        """Checks what must be on this machine for a start.
+
+        Raises:
+            SettingError: The model folder is none, or there is neither a key of the node nor a token that gives one.
+        """
+        if not self.model_dir.is_dir():
+            raise SettingError.of_variable(f"{PREFIX}MODEL_DIR", f"{self.model_dir} is not a folder")
+        token = self.enrollment_token
+        if not self.node_key_file.exists() and (token is None or not token.get_secret_value()):
+            fault = f"is not set, and there is no node key yet in {self.node_key_file}"
+            hint = "an operator's enrolment token is needed for the first start (`veneer node token`)"
+            raise SettingError.of_variable(f"{PREFIX}ENROLLMENT_TOKEN", f"{fault}; {hint}")
 
     @property
     def usage_journals(self) -> Path:

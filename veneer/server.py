@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import importlib.util
-import ipaddress
 import json
 import logging
 import os
@@ -32,6 +31,7 @@ from veneer.call_records import CallMetrics
 from veneer.errors import InvalidArgumentError, UnavailableError, Violation
 from veneer.heap import bound_heap, keep_trimmed
 from veneer.interceptors import CallInterceptor, Shortcut
+from veneer.settings import host_of, is_loopback
 
 _LOG = logging.getLogger(__name__)
 
@@ -181,18 +181,19 @@ class PlaneServer:
 
         Raises:
             UnavailableError: An address is taken or cannot be listened on.
+            OSError: The ready file cannot be written.
         """
         try:
             callers = await self._listen("callers", self._options.callers)
             operators = await self._listen("operators", self._options.operators)
             metrics = "" if self._options.metrics is None else self._serve_metrics(self._options.metrics)
+            self.addresses = Addresses(callers, operators, metrics)
+            await self.set_serving(serving)
+            if self._options.ready_file is not None:
+                _write_whole(self._options.ready_file, json.dumps(asdict(self.addresses)))
         except BaseException:
             await self.stop(grace_s=0)
             raise
-        self.addresses = Addresses(callers, operators, metrics)
-        await self.set_serving(serving)
-        if self._options.ready_file is not None:
-            _write_whole(self._options.ready_file, json.dumps(asdict(self.addresses)))
         _LOG.info("listening", extra=asdict(self.addresses))
         return self.addresses
 
@@ -346,22 +347,17 @@ def _credentials(tls: Tls) -> grpc.ServerCredentials:
 
 
 def _is_loopback(address: str) -> bool:
-    if address.startswith("unix:"):
-        return True
-    host = _host(address).strip("[]")
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        return is_loopback(address)
+    except ValueError as error:
+        raise _refused(address, str(error)) from error
 
 
 def _host(address: str) -> str:
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdecimal() or not host:
-        raise _refused(address, "is not an address such as 127.0.0.1:7600 or [::1]:0")
-    return host
+    try:
+        return host_of(address)
+    except ValueError as error:
+        raise _refused(address, str(error)) from error
 
 
 def _refused(field: str, description: str) -> InvalidArgumentError:

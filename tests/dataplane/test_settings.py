@@ -56,6 +56,42 @@ def test_a_bad_value_stops_the_start_and_names_the_variable(
     assert "many" not in said
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MODEL_DIR", "/nonexistent"),
+        ("MODEL_DIR", ""),
+        ("ENROLLMENT_TOKEN", ""),
+        ("LOG_LEVEL", "loud"),
+        ("LISTEN_CALLERS", "nowhere"),
+        ("LISTEN_OPERATORS", "0.0.0.0:0"),
+        ("LISTEN_METRICS", "nowhere"),
+        ("REDIS_URL", "127.0.0.1:6379"),
+        ("CONTROL_PLANE_CA", "/nonexistent/ca.pem"),
+        ("TLS_KEY", "/nonexistent/key.pem"),
+        ("T_STALE_S", "1"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_stops_the_start_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, value: str
+) -> None:
+    fields = {"MODEL_DIR": str(tmp_path), "NODE_KEY_FILE": str(tmp_path / "node.key"), "ENROLLMENT_TOKEN": "x", name: value}
+    for field, text in fields.items():
+        monkeypatch.setenv(f"VENEER_DATAPLANE_{field}", text)
+    assert main(["serve"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"VENEER_DATAPLANE_{name}" in line
+
+
+def test_a_model_folder_without_a_model_is_a_wrong_setting_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for field, text in {"MODEL_DIR": str(tmp_path), "NODE_KEY_FILE": str(tmp_path / "k"), "ENROLLMENT_TOKEN": "x"}.items():
+        monkeypatch.setenv(f"VENEER_DATAPLANE_{field}", text)
+    done = subprocess.run([sys.executable, "-m", "dataplane", "serve"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "config.json: is missing from the model folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_secrets_are_read_from_a_folder_that_must_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "veneer_dataplane_enrollment_token").write_text("vnr_secret\n")
     token = Settings(_secrets_dir=[tmp_path], model_dir=tmp_path).enrollment_token
