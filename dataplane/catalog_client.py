@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any, TypeVar
 import grpc
 
 from dataplane.blob_grants import Blob, Grant, LostFileError, read_grant
+from dataplane.enrollment import NotEnrolledError
 from dataplane.quotas import Amounts, Demand, Leased
 from dataplane.report_client import ReportClient, limits_of
 from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution, TenantQuotas
@@ -36,6 +39,8 @@ from veneer.errors import (
 )
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+_CHECK_S = 1.0
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -113,6 +118,7 @@ class CatalogClient:
 
     Attributes:
         reports: Tells what happened on the node.
+        on_refused: Told when the control plane begins to refuse the node's own key: it was revoked.
         names: What versions are called, as far as answers told.
     """
 
@@ -123,7 +129,15 @@ class CatalogClient:
         self._base_digest = base_digest
         self._timeout_s = timeout_s
         self._secret = ""
-        self._is_let_in = True
+        self.on_refused: Callable[[], None] = lambda: None
+        self._refused_s: float | None = None
+        self._check: asyncio.Task[None] | None = None
+        self._checked_s = -_CHECK_S
+
+    @property
+    def is_enrolled(self) -> bool:
+        """Whether the control plane took the node's own key, as far as is known."""
+        return self._refused_s is None
 
     async def enroll(self, key_file: Path, *, token: str | None) -> None:
         """Makes the node known: by its kept key, else by a one-time token whose key is then kept in `key_file` (mode 0600).
@@ -132,6 +146,7 @@ class CatalogClient:
             EnrollmentError: There is neither key nor token, or the key was given for another base.
             FailedPreconditionError: The control plane does not know this base.
             UnauthenticatedError: Token or key is not valid.
+            UnavailableError: The control plane cannot be reached.
         """
         kept = _read_key(key_file)
         if kept is not None:
@@ -141,14 +156,20 @@ class CatalogClient:
                     f"{self._base_digest[:12]}; remove the node key file and enrol again"
                 )
             self._secret = kept["secret"]
-            await self.list_changes("")
+            try:
+                await self.list_changes("")
+            except NotEnrolledError as error:
+                fault = "the control plane refuses this node's key: the node was revoked, or the key is of another installation"
+                raise UnauthenticatedError(f"{fault}; remove the node key file and enrol again with a new token") from error
             return
         if not token:
             raise EnrollmentError("there is no node key yet; an operator's enrolment token is needed for the first start")
         request = nodes_pb2.EnrollNodeRequest(base_digest=self._base_digest)
-        response = await self._call(
-            self._nodes.EnrollNode(request, timeout=10.0, metadata=(("authorization", f"Bearer {token}"),))
-        )
+        call = self._nodes.EnrollNode(request, timeout=10.0, metadata=(("authorization", f"Bearer {token}"),))
+        try:
+            response = await self._call(call, is_of_node=False)
+        except UnauthenticatedError as error:
+            raise UnauthenticatedError("the enrolment token is not valid: it was used, or has expired; make a new one") from error
         self._keep_key(key_file, response.secret)
 
     async def rotate_key(self, key_file: Path) -> None:
@@ -161,7 +182,8 @@ class CatalogClient:
 
         Raises:
             UnauthenticatedError: No valid key has this digest.
-            UnavailableError: The control plane is unreachable, or does not know this node any more.
+            NotEnrolledError: The control plane refuses this node.
+            UnavailableError: The control plane is unreachable.
         """
         target = nodes_pb2.AdapterTarget(adapter=key.target.adapter, owner=key.target.owner)
         if key.target.version:
@@ -169,13 +191,7 @@ class CatalogClient:
         elif key.target.alias:
             target.alias = key.target.alias
         request = nodes_pb2.ResolveRequest(key_digest=key.key_digest, target=target, base_digest=self._base_digest)
-        try:
-            response = await self._call(self._nodes.Resolve(request, **self._common()))
-        except UnauthenticatedError as error:
-            if not self._is_let_in:  # it is not the caller's key that is wrong
-                raise UnavailableError("this node is not enrolled any more", retry_after_s=1.0) from error
-            raise
-        answer = _answer(response)
+        answer = _answer(await self._about_a_key(self._nodes.Resolve(request, **self._common())))
         if isinstance(answer.outcome, Resolution):
             self._note_arms(answer.outcome)
         return answer
@@ -185,9 +201,9 @@ class CatalogClient:
         return (await self.introspect(hashlib.sha256(self._secret.encode()).digest())).key_id
 
     async def introspect(self, key_digest: bytes) -> Identity:
-        """Asks who a credential belongs to; UnauthenticatedError when to nobody."""
+        """Asks who a credential belongs to; UnauthenticatedError when to nobody, NotEnrolledError when the node may not ask."""
         request = nodes_pb2.IntrospectRequest(key_digest=key_digest)
-        response = await self._call(self._nodes.Introspect(request, **self._common()))
+        response = await self._about_a_key(self._nodes.Introspect(request, **self._common()))
         return Identity(response.kind, response.tenant, tuple(response.roles), response.key_id)
 
     async def grant_blobs(self, version: str) -> Grant:
@@ -213,12 +229,11 @@ class CatalogClient:
     async def list_changes(self, cursor: str) -> Changes:
         """Reads the next page of the change feed; an empty cursor means from now on."""
         request = nodes_pb2.ListChangesRequest(cursor=cursor)
-        try:
-            response = await self._call(self._nodes.ListChanges(request, **self._common()))
-        except UnauthenticatedError:
-            self._is_let_in = False
-            raise
-        self._is_let_in = True
+        asked_s = time.monotonic()
+        response = await self._call(self._nodes.ListChanges(request, **self._common()))
+        if self._refused_s is not None and asked_s > self._refused_s:
+            self._refused_s = None
+            _log.warning("the control plane takes this node's key again")
         changes = tuple(
             Change(int(change.kind), change.tenant, change.adapter, change.version, change.generation)
             for change in response.changes
@@ -279,11 +294,53 @@ class CatalogClient:
             os.fsync(file.fileno())
         part.replace(key_file)
 
-    async def _call(self, call: Awaitable[_T]) -> _T:
+    async def _about_a_key(self, call: Awaitable[_T]) -> _T:
+        """Awaits a call that names a caller's key, which UNAUTHENTICATED may be about as well as about the node's own."""
+        try:
+            return await self._call(call, is_of_node=False)
+        except UnauthenticatedError as error:
+            if not await self._is_node_known():
+                raise NotEnrolledError from error
+            raise
+
+    async def _is_node_known(self) -> bool:
+        """Whether the control plane takes the node's own key; asked once a second at most, whoever wants to know."""
+        if self._check is None and self.is_enrolled and time.monotonic() - self._checked_s >= _CHECK_S:
+            self._check = asyncio.create_task(self._check_own_key(), name="own-key")
+        if self._check is not None:
+            await asyncio.shield(self._check)
+        return self.is_enrolled
+
+    async def _check_own_key(self) -> None:
+        try:
+            await self.list_changes("")
+        except VeneerError:  # a refusal is noted; an unreachable control plane says nothing about the key
+            pass
+        finally:
+            self._checked_s, self._check = time.monotonic(), None
+
+    async def _call(self, call: Awaitable[_T], *, is_of_node: bool = True) -> _T:
+        """Awaits a call.
+
+        Args:
+            call: The call.
+            is_of_node: Whether it has no credential but the node's own key, so that UNAUTHENTICATED is about that.
+        """
         try:
             return await call
         except grpc.aio.AioRpcError as error:
+            if is_of_node and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                self._note_refusal()
+                raise NotEnrolledError from error
             raise _translate(error) from error
+
+    def _note_refusal(self) -> None:
+        is_first = self.is_enrolled
+        self._refused_s = time.monotonic()
+        if is_first:
+            cause = "the node was revoked, or its key was replaced by another process"
+            _log.error("the control plane refuses this node's key: it serves no longer", extra={"cause": cause})
+            self.on_refused()
 
 
 async def _within(read: Callable[[], Awaitable[_T]], seconds: float) -> _T:

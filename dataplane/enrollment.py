@@ -14,6 +14,13 @@ _PATIENCE_S = 60.0
 _MAX_PAUSE_S = 60.0
 
 
+class NotEnrolledError(UnavailableError):
+    """The control plane refuses this node's own key: the node was revoked. Another data plane may answer."""
+
+    def __init__(self) -> None:
+        super().__init__("this data plane is not enrolled any more: the control plane refuses its key", retry_after_s=1.0)
+
+
 class KeyHolder(Protocol):
     """Who uses the key; the catalogue's client."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dataplane.circuits import Circuit, Circuits
+from dataplane.enrollment import NotEnrolledError
 from dataplane.load_line import LoadLine, Ticket, Urgency
 from dataplane.load_room import Amount, LoadRoom
 from dataplane.lora.host_cache import TenantHostLimitError
@@ -351,8 +352,9 @@ class Loads:
                 return
             except (UnavailableError, ResourceExhaustedError) as error:
                 is_last = self._clock() + pause_s - started_s > self._limits.load_timeout_s
+                is_hopeless = isinstance(error, NotEnrolledError)
                 is_wanted = load.urgent.is_set() and self._loads.get(load.version) is load
-                if is_last or not is_wanted or self._circuits.is_probe(load.version):
+                if is_last or is_hopeless or not is_wanted or self._circuits.is_probe(load.version):
                     raise
                 _log.warning("a load failed and is tried again", extra={"version": load.version, "status": error.status})
             self._leave(load)

@@ -196,6 +196,7 @@ class Node:
             hard_age_s=settings.t_stale_s,
             max_entries=settings.resolve_entries,
         )
+        self.client.on_refused = self.resolver.forget
         self.prompts = Prompts(settings.model_dir, max_context=max_context, vocab_size=vocab_size)
         self.quotas = Quotas(self.client.lease_quotas, hard_age_s=settings.t_stale_s, on_refused=self.metrics.quota_refused)
         outcomes = Outcomes()
@@ -375,18 +376,30 @@ class Node:
 
     @property
     def _is_serving(self) -> bool:
+        return not self._hindrance
+
+    @property
+    def _hindrance(self) -> str:
+        """Why the node does not serve; empty while it does."""
+        if self.generator.draining:
+            return "the node is draining"
+        if not self.client.is_enrolled:
+            return "the control plane refuses the node's key"
+        if not self.supervisor.is_running:
+            return "there is no engine"
         is_fresh = self.feed.age_s <= self._settings.t_stale_s + self._settings.poll_interval_s
-        return self.supervisor.is_running and is_fresh and not self.generator.draining
+        return "" if is_fresh else "the catalogue is older than answers may be"
 
     async def _watch_health(self) -> None:
-        """Reports NOT_SERVING while there is no engine, or the catalogue is older than answers may be, or the node drains."""
+        """Reports NOT_SERVING while something hinders the node, and logs what."""
         was_serving = True
         while True:
-            serving = self._is_serving
+            hindrance = self._hindrance
+            serving = not hindrance
             if serving != was_serving:
                 was_serving = serving
                 await self.server.set_serving(serving)
-                _log.warning("health changed", extra={"serving": serving})
+                _log.warning("health changed", extra={"serving": serving, "cause": hindrance})
             await asyncio.sleep(_HEALTH_S)
 
     async def _refuse(self) -> None:

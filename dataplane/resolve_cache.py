@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
+from dataplane.enrollment import NotEnrolledError
 from dataplane.resolution import Answer, Resolution, Target
 from veneer.errors import DeadlineExceededError, UnauthenticatedError, UnavailableError, VeneerError
 
@@ -64,7 +65,8 @@ class ResolveCache:
     """Answers of the control plane by caller key and target. Owned by the event loop; one call at a time for each key.
 
     Args:
-        ask: Asks the control plane. UnavailableError and DeadlineExceededError mean that it is unreachable.
+        ask: Asks the control plane. UnavailableError and DeadlineExceededError mean that it is unreachable, but NotEnrolledError
+            that this node has no right to any answer, kept ones included.
         soft_age_s: How long an answer is used without asking.
         hard_age_s: How long it may be used while the control plane is unreachable.
         max_entries: Answers kept; the least recently used go first.
@@ -107,6 +109,7 @@ class ResolveCache:
 
         Raises:
             UnauthenticatedError: No valid key has this digest.
+            NotEnrolledError: The control plane refuses this node.
             UnavailableError: The control plane is unreachable and there is no answer young enough.
         """
         entry = self._entries.get(key)
@@ -119,6 +122,8 @@ class ResolveCache:
             flight = self._flights[key] = self._start(key)
         try:
             return await asyncio.shield(flight.task)
+        except NotEnrolledError:
+            raise
         except (UnavailableError, DeadlineExceededError) as error:
             entry = self._entries.get(key)
             if entry is None or self._clock() - entry.started_s >= self._hard_age_s:
@@ -150,6 +155,11 @@ class ResolveCache:
             flight.dirty = True
         self._flights.clear()
 
+    def forget(self) -> None:
+        """Drops all answers: this node has no right to them any more. What calls under way bring is asked anew before its use."""
+        self._entries.clear()
+        self.invalidate()
+
     def _start(self, key: Key) -> _Flight:
         flight = _Flight(asyncio.create_task(self._ask_once(key)), self._clock())
         flight.task.add_done_callback(lambda task: self._land(key, flight, task))
@@ -178,6 +188,8 @@ class ResolveCache:
             self._entries.move_to_end(key)
             while len(self._entries) > self._max_entries:
                 self._entries.popitem(last=False)
+        elif isinstance(error, NotEnrolledError):
+            self.forget()
         elif isinstance(error, VeneerError) and not isinstance(error, UnavailableError | DeadlineExceededError):
             self._entries.pop(key, None)
 

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast
 
 from dataplane.blob_grants import Blob, Grant, LostFileError
+from dataplane.enrollment import NotEnrolledError
 from dataplane.load_room import Amount
 from dataplane.signed_urls import SignedReads
 from veneer.artifact import version_digest
@@ -25,7 +26,6 @@ from veneer.errors import (
     FailedPreconditionError,
     NotFoundError,
     PermissionDeniedError,
-    UnauthenticatedError,
     UnavailableError,
 )
 
@@ -190,7 +190,7 @@ class Transfer:
             raise
         except (NotFoundError, FailedPreconditionError) as error:
             raise WithdrawnVersionError("the version cannot be served any more") from error
-        except (UnauthenticatedError, PermissionDeniedError) as error:  # the node's own credential, not a caller's
+        except PermissionDeniedError as error:  # the node's own credential, not a caller's
             raise UnavailableError("this node may not load versions any more", retry_after_s=1.0) from error
         if grant.base_digest != self._base_digest:
             raise UnloadableVersionError("the version is for another base than this node serves")
@@ -246,6 +246,8 @@ class Transfer:
                         await pace(len(data))
                         came_s = time.monotonic()
                 break
+            except NotEnrolledError:
+                raise
             except (UnavailableError, PermissionDeniedError, LostFileError) as error:
                 is_last = attempt == self._limits.max_resumes or time.monotonic() - came_s >= self._limits.patience_s
                 if isinstance(error, LostFileError) and (is_last or attempt + 1 >= _LOST_READS):

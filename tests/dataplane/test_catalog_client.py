@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from dataplane.blob_grants import LostFileError
 from dataplane.catalog_client import CatalogClient, EnrollmentError, open_channel
+from dataplane.enrollment import NotEnrolledError
 from dataplane.resolution import Arm, Refusal, Resolution, Target
 from dataplane.resolve_cache import Key
 from tests.dataplane.doubles import BASE, OTHER, VERSION
@@ -38,6 +39,8 @@ class Nodes(nodes_pb2_grpc.NodeServiceServicer):
         self.code: grpc.StatusCode | None = None
         self.resolve = nodes_pb2.ResolveResponse()
         self.hang = False
+        self.refused_keys: set[bytes] = set()
+        self.changes_code: grpc.StatusCode | None = None
 
     async def _heard(self, request: Any, context: Any) -> None:
         self.keys.append(dict(context.invocation_metadata())["authorization"])
@@ -46,6 +49,8 @@ class Nodes(nodes_pb2_grpc.NodeServiceServicer):
             await asyncio.Event().wait()
         if self.code is not None:
             await context.abort(self.code, "said by the control plane")
+        if getattr(request, "key_digest", b"") in self.refused_keys:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid credential")
 
     async def EnrollNode(self, request: Any, context: Any) -> Any:
         await self._heard(request, context)
@@ -74,6 +79,8 @@ class Nodes(nodes_pb2_grpc.NodeServiceServicer):
 
     async def ListChanges(self, request: Any, context: Any) -> Any:
         await self._heard(request, context)
+        if self.changes_code is not None:
+            await context.abort(self.changes_code, "said by the control plane")
         change = nodes_pb2.Change(kind=nodes_pb2.CHANGE_KIND_ALIAS, tenant="acme", adapter="bot", generation=4)
         return nodes_pb2.ListChangesResponse(changes=[change], next_cursor="7", reset=True)
 
@@ -120,8 +127,15 @@ async def test_a_later_start_uses_the_kept_key_and_no_token(client: CatalogClien
     await client.enroll(key_file, token="token")
     assert nodes.keys[1:] == ["Bearer first"]
     nodes.code = grpc.StatusCode.UNAUTHENTICATED
-    with pytest.raises(UnauthenticatedError):
+    with pytest.raises(UnauthenticatedError, match=r"the node was revoked.*remove the node key file and enrol again"):
         await client.enroll(key_file, token=None)
+
+
+async def test_a_token_that_was_used_is_refused_with_the_remedy(client: CatalogClient, nodes: Nodes, key_file: Path) -> None:
+    nodes.code = grpc.StatusCode.UNAUTHENTICATED
+    with pytest.raises(UnauthenticatedError, match=r"enrolment token is not valid.*make a new one"):
+        await client.enroll(key_file, token="token")
+    assert client.is_enrolled
 
 
 async def test_a_start_without_key_and_token_is_refused(client: CatalogClient, nodes: Nodes, key_file: Path) -> None:
@@ -206,7 +220,7 @@ async def test_an_answer_without_outcome_is_no_permission(client: CatalogClient)
     [
         (grpc.StatusCode.UNAVAILABLE, UnavailableError),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, UnavailableError),
-        (grpc.StatusCode.UNAUTHENTICATED, UnauthenticatedError),
+        (grpc.StatusCode.UNAUTHENTICATED, NotEnrolledError),
         (grpc.StatusCode.PERMISSION_DENIED, PermissionDeniedError),
         (grpc.StatusCode.NOT_FOUND, NotFoundError),
         (grpc.StatusCode.FAILED_PRECONDITION, FailedPreconditionError),
@@ -223,19 +237,58 @@ async def test_a_failed_call_has_its_meaning(
         await client.grant_blobs(VERSION)
 
 
-async def test_a_node_that_was_revoked_does_not_blame_its_callers(client: CatalogClient, nodes: Nodes) -> None:
+ASKS: dict[str, Callable[[CatalogClient], Awaitable[object]]] = {
+    "resolve": lambda client: client.resolve(Key(b"k" * 32, Target("bot"))),
+    "introspect": lambda client: client.introspect(b"k" * 32),
+    "grant": lambda client: client.grant_blobs(VERSION),
+    "changes": lambda client: client.list_changes("3"),
+    "report": lambda client: client.report_corrupt(VERSION),
+    "rotate": lambda client: client.rotate_key(Path("unused")),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+async def test_a_node_that_was_revoked_learns_it_from_its_next_call_and_blames_no_caller(
+    client: CatalogClient, nodes: Nodes, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[bool] = []
+    client.on_refused = lambda: told.append(client.is_enrolled)
+    assert client.is_enrolled
     nodes.code = grpc.StatusCode.UNAUTHENTICATED
-    with pytest.raises(UnauthenticatedError):
-        await client.resolve(Key(b"k" * 32, Target("bot")))
-    with pytest.raises(UnauthenticatedError):
+    for _ in range(2):
+        with pytest.raises(NotEnrolledError, match="not enrolled any more") as caught:
+            await ASKS[name](client)
+        assert caught.value.status == "UNAVAILABLE"
+    assert (client.is_enrolled, told) == (False, [False])
+    assert [record.message for record in caplog.records] == ["the control plane refuses this node's key: it serves no longer"]
+
+
+async def test_a_node_whose_key_is_taken_again_says_so(client: CatalogClient, nodes: Nodes) -> None:
+    nodes.code = grpc.StatusCode.UNAUTHENTICATED
+    with pytest.raises(NotEnrolledError):
         await client.list_changes("")
-    with pytest.raises(UnavailableError, match="not enrolled any more"):
-        await client.resolve(Key(b"k" * 32, Target("bot")))
     nodes.code = None
     await client.list_changes("")
-    nodes.code = grpc.StatusCode.UNAUTHENTICATED
+    assert client.is_enrolled
+
+
+@pytest.mark.parametrize("name", ["resolve", "introspect"])
+async def test_a_callers_key_that_is_wrong_is_no_fault_of_the_node_and_is_not_looked_into_each_time(
+    client: CatalogClient, nodes: Nodes, name: str
+) -> None:
+    nodes.refused_keys = {b"k" * 32}
+    for _ in range(20):
+        with pytest.raises(UnauthenticatedError, match="no valid credential"):
+            await ASKS[name](client)
+    assert client.is_enrolled
+    assert 1 <= sum(isinstance(request, nodes_pb2.ListChangesRequest) for request in nodes.requests) < 10
+
+
+async def test_a_control_plane_that_goes_away_says_nothing_about_the_nodes_key(client: CatalogClient, nodes: Nodes) -> None:
+    nodes.refused_keys, nodes.changes_code = {b"k" * 32}, grpc.StatusCode.UNAVAILABLE
     with pytest.raises(UnauthenticatedError):
         await client.resolve(Key(b"k" * 32, Target("bot")))
+    assert client.is_enrolled
 
 
 async def test_a_control_plane_that_hangs_is_unreachable_after_the_deadline(nodes: Nodes, client: CatalogClient) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from dataplane.enrollment import NotEnrolledError
 from dataplane.resolution import Answer, Refusal, Target
 from dataplane.resolve_cache import Key, ResolveCache, Subject
 from tests.dataplane.doubles import answer, caller, resolution
@@ -252,3 +253,32 @@ async def test_only_so_many_adapters_are_remembered(plane: Plane) -> None:
         plane.says = answer(replace(resolution(1), adapter=f"bot-{number}"))
         await plane.cache.resolve(Key(b"k" * 32, Target(f"bot-{number}")))
     assert [plane.cache.was_asked_lately("acme", f"bot-{number}") for number in range(4)] == [False, True, True, True]
+
+
+async def test_a_node_that_is_refused_uses_no_answer_that_it_kept(plane: Plane) -> None:
+    await plane.cache.resolve(KEY)
+    plane.now_s += 2
+    plane.says = NotEnrolledError()
+    with pytest.raises(NotEnrolledError):
+        await plane.cache.resolve(KEY)
+    plane.says = AWAY
+    with pytest.raises(UnavailableError, match="unreachable"):
+        await plane.cache.resolve(KEY)
+
+
+async def test_forgotten_answers_are_asked_again_also_those_that_were_on_their_way(plane: Plane) -> None:
+    await plane.cache.resolve(KEY)
+    other = Key(b"o" * 32, Target("bot"))
+    plane.gate = asyncio.Event()
+    flight = plane.start(other)
+    await asyncio.sleep(0)
+    plane.cache.forget()
+    assert len(plane.cache) == 0
+    plane.gate.set()
+    await flight
+    asked = plane.num_asked
+    plane.says = NotEnrolledError()
+    for key in (KEY, other):
+        with pytest.raises(NotEnrolledError):
+            await plane.cache.resolve(key)
+    assert plane.num_asked == asked + 2
