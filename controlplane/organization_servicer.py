@@ -16,6 +16,7 @@ from controlplane.wire import (
     key_message,
     limits_message,
     limits_of,
+    masked,
     quotas_message,
     quotas_of,
     role_name,
@@ -63,11 +64,17 @@ class OrganizationServicer(organizations_pb2_grpc.OrganizationServiceServicer):
         self, request: pb.SetOrganizationQuotasRequest, context: _Context
     ) -> pb.SetOrganizationQuotasResponse:
         """See the API."""
-        changed = await self._organizations.set_quotas(
-            request.organization,
-            _quotas_of(request.quotas),
+        numbers = masked(
+            request.update_mask,
+            quotas=_quotas_of(request.quotas),
             tenant_limits=limits_of(request.tenant_limits),
             tenant_quotas=quotas_of(request.tenant_quotas),
+        )
+        changed = await self._organizations.set_quotas(
+            request.organization,
+            numbers["quotas"],
+            tenant_limits=numbers["tenant_limits"],
+            tenant_quotas=numbers["tenant_quotas"],
             request_id=request.request_id,
         )
         return pb.SetOrganizationQuotasResponse(organization=_message(changed))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
 from pydantic import TypeAdapter
-from sqlalchemy import Row, func, insert, select, text, update
+from sqlalchemy import Row, cast, func, insert, select, text, update
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from controlplane import models
@@ -94,20 +96,21 @@ class Organizations:
     async def set_quotas(
         self,
         name: str,
-        quotas: OrganizationQuotas,
+        quotas: Mapping[str, int],
         *,
-        tenant_limits: TenantLimits,
-        tenant_quotas: TenantQuotas,
+        tenant_limits: Mapping[str, int],
+        tenant_quotas: Mapping[str, int],
         request_id: str = "",
     ) -> Organization:
-        """Replaces its ceilings, and what the tenants may use that it makes from now on.
+        """Sets its ceilings, and what the tenants may use that it makes from now on; numbers that are not named stay.
 
         Raises:
             NotFoundError: There is no such organisation.
         """
-        values = _columns(quotas, tenant_limits, tenant_quotas)
+        values: dict[str, Any] = {**quotas, "tenant_limits": dict(tenant_limits), "tenant_quotas": dict(tenant_quotas)}
         request = Request.of_operator(name, request_id, "SetOrganizationQuotas", values, space="organization")
-        query = update(organizations).where(organizations.c.name == name).values(values).returning(organizations)
+        merged = {part: organizations.c[part].concat(cast(values[part], JSONB)) for part in ("tenant_limits", "tenant_quotas")}
+        query = update(organizations).where(organizations.c.name == name).values({**values, **merged}).returning(organizations)
         async with self._database.transaction(OPERATOR, refusals=RACED) as connection:
 
             async def change() -> Organization:

@@ -21,6 +21,7 @@ from controlplane.wire import (
     grant_message,
     key_message,
     limits_of,
+    masked,
     quotas_of,
     role_name,
     tenant_message,
@@ -78,20 +79,29 @@ class TenantServicer(tenants_pb2_grpc.TenantServiceServicer):
         self, request: tenants_pb2.SetTenantLimitsRequest, context: _Context
     ) -> tenants_pb2.SetTenantLimitsResponse:
         """See the API."""
-        tenant = await self._tenants.set_limits(request.tenant, limits_of(request.limits), request_id=request.request_id)
+        numbers = masked(request.update_mask, limits=limits_of(request.limits))["limits"]
+        tenant = await self._tenants.set_limits(request.tenant, numbers, request_id=request.request_id)
         return tenants_pb2.SetTenantLimitsResponse(tenant=tenant_message(tenant))
 
     async def SetTenantQuotas(
         self, request: tenants_pb2.SetTenantQuotasRequest, context: _Context
     ) -> tenants_pb2.SetTenantQuotasResponse:
         """See the API."""
-        tenant = await self._tenants.set_quotas(request.tenant, quotas_of(request.quotas), request_id=request.request_id)
+        numbers = masked(request.update_mask, quotas=quotas_of(request.quotas))["quotas"]
+        tenant = await self._tenants.set_quotas(request.tenant, numbers, request_id=request.request_id)
         return tenants_pb2.SetTenantQuotasResponse(tenant=tenant_message(tenant))
 
     async def SetFallback(self, request: tenants_pb2.SetFallbackRequest, context: _Context) -> tenants_pb2.SetFallbackResponse:
         """See the API."""
         fallback = fallback_policy(request.fallback, request.default_fallback)
-        tenant = await self._tenants.set_fallback(_tenant_of(request.tenant), fallback, request_id=request.request_id)
+        named = set(request.update_mask.paths or ("fallback", "default_fallback"))
+        tenant = await self._tenants.set_fallback(
+            _tenant_of(request.tenant),
+            fallback,
+            keeps_policy="fallback" not in named,
+            keeps_default="default_fallback" not in named,
+            request_id=request.request_id,
+        )
         return tenants_pb2.SetFallbackResponse(tenant=tenant_message(tenant))
 
     async def CreateKey(self, request: tenants_pb2.CreateKeyRequest, context: _Context) -> tenants_pb2.CreateKeyResponse:

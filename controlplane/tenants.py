@@ -153,21 +153,21 @@ class Tenants:
 
             return await once(connection, request, _KEPT_TENANT, adopt)
 
-    async def set_limits(self, name: str, limits: TenantLimits, *, request_id: str = "") -> Tenant:
-        """Replaces what a tenant may use at most on one data plane.
+    async def set_limits(self, name: str, limits: Mapping[str, int], *, request_id: str = "") -> Tenant:
+        """Sets what a tenant may use at most on one data plane; limits that are not named stay.
 
         Raises:
             NotFoundError: There is no such tenant.
         """
-        return await self._set_numbers("SetTenantLimits", name, dataclasses.asdict(limits), request_id)
+        return await self._set_numbers("SetTenantLimits", name, dict(limits), request_id)
 
-    async def set_quotas(self, name: str, quotas: TenantQuotas, *, request_id: str = "") -> Tenant:
-        """Replaces what a tenant may use at most in all.
+    async def set_quotas(self, name: str, quotas: Mapping[str, int], *, request_id: str = "") -> Tenant:
+        """Sets what a tenant may use at most in all; quotas that are not named stay.
 
         Raises:
             NotFoundError: There is no such tenant.
         """
-        return await self._set_numbers("SetTenantQuotas", name, dataclasses.asdict(quotas), request_id)
+        return await self._set_numbers("SetTenantQuotas", name, dict(quotas), request_id)
 
     async def _set_numbers(self, method: str, name: str, numbers: dict[str, int], request_id: str) -> Tenant:
         request = Request.of_operator(name, request_id, method, numbers)
@@ -197,22 +197,58 @@ class Tenants:
         tenants = [_tenant(row) for row in rows[:limit]]
         return tenants, page_token("tenants", [tenants[-1].name]) if len(rows) > limit else ""
 
-    async def set_fallback(self, name: str, fallback: FallbackPolicy, *, request_id: str = "") -> Tenant:
-        """Replaces what may answer when a version cannot be had in time.
+    async def set_fallback(
+        self,
+        name: str,
+        fallback: FallbackPolicy,
+        *,
+        keeps_policy: bool = False,
+        keeps_default: bool = False,
+        request_id: str = "",
+    ) -> Tenant:
+        """Sets what may answer when a version cannot be had in time.
+
+        Args:
+            name: The tenant.
+            fallback: The policy, and what a request asks for that does not say.
+            keeps_policy: The policy stays as it is.
+            keeps_default: What a request asks for that does not say stays as it is.
+            request_id: Identifies this change.
 
         Raises:
-            InvalidArgumentError: The default is not allowed by the policy.
+            InvalidArgumentError: The default is not allowed by the policy, both as they would be.
             NotFoundError: There is no such tenant.
         """
-        fallback.check()
         values = fallback.columns()
-        request = Request.of(name, request_id, "SetFallback", values)
+        asked = {**values, "keeps": [keeps_policy, keeps_default]} if keeps_policy or keeps_default else values
+        request = Request.of(name, request_id, "SetFallback", asked)
         async with self._database.transaction(Scope.of_tenant(name), refusals=RACED) as connection:
-            return await once(connection, request, _KEPT_TENANT, lambda: _change(connection, name, values))
+
+            async def change() -> Tenant:
+                present = await _fallback(connection, name) if keeps_policy or keeps_default else fallback
+                policy = present if keeps_policy else fallback
+                whole = FallbackPolicy(
+                    by_base=policy.by_base,
+                    by_previous=policy.by_previous,
+                    default=present.default if keeps_default else fallback.default,
+                )
+                whole.check()
+                return await _change(connection, name, whole.columns())
+
+            return await once(connection, request, _KEPT_TENANT, change)
 
 
 async def _insert(connection: AsyncConnection, row: Mapping[str, Any]) -> Tenant:
     return _tenant((await connection.execute(insert(models.tenants).values(row).returning(*_TENANT))).one())
+
+
+async def _fallback(connection: AsyncConnection, name: str) -> FallbackPolicy:
+    """What a tenant lets answer; others that would change it wait until this transaction ends."""
+    query = select(*_TENANT).where(models.tenants.c.name == name).with_for_update()
+    row = (await connection.execute(query)).one_or_none()
+    if row is None:
+        raise NotFoundError(_NO_TENANT)
+    return _tenant(row).fallback
 
 
 async def _change(connection: AsyncConnection, name: str, values: Mapping[str, Any]) -> Tenant:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from datetime import UTC, datetime
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from controlplane.audit import Entry
@@ -28,6 +30,7 @@ from controlplane.usage import Counts, Used
 from controlplane.usage import Entry as UsageEntry
 from veneer.artifact import BaseDescription, TargetModule
 from veneer.controlplane.v1 import bases_pb2, canaries_pb2, catalog_pb2, nodes_pb2, tenants_pb2
+from veneer.errors import InvalidArgumentError, Violation
 from veneer.reports import report_message
 from veneer.signature.messages import report_message as signature_message
 
@@ -92,6 +95,27 @@ def tenant_message(tenant: Tenant) -> tenants_pb2.Tenant:
 def limits_message(limits: TenantLimits) -> tenants_pb2.TenantLimits:
     """A tenant's limits as a message."""
     return tenants_pb2.TenantLimits(**dataclasses.asdict(limits))
+
+
+def masked(mask: FieldMask, **parts: Any) -> dict[str, dict[str, Any]]:
+    """The fields that a request changes, by part: those that its mask names, or all where it names none.
+
+    Args:
+        mask: Paths `part.field`; the rules of the request allow no others.
+        parts: What the request says, each as a dataclass, by its field of the request.
+
+    Raises:
+        InvalidArgumentError: A path names no field.
+    """
+    whole = {part: dataclasses.asdict(value) for part, value in parts.items()}
+    if not mask.paths:
+        return whole
+    known = {f"{part}.{name}" for part, fields in whole.items() for name in fields}
+    if strange := set(mask.paths) - known:  # the rules of the API let a longer path pass
+        raise InvalidArgumentError.of([Violation("update_mask", f"{path} is no field") for path in sorted(strange)])
+    return {
+        part: {name: value for name, value in fields.items() if f"{part}.{name}" in mask.paths} for part, fields in whole.items()
+    }
 
 
 def limits_of(message: tenants_pb2.TenantLimits) -> TenantLimits:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+
+from google.protobuf.field_mask_pb2 import FieldMask
 
 from veneer.artifact import BaseDescription
 from veneer.channel import typed_errors
@@ -80,16 +82,23 @@ class OperatorClient(OrganizationCalls, ServingCalls):
         self,
         name: str,
         *,
-        max_rank_rows: int = 0,
-        max_arena_bytes: int = 0,
-        max_host_bytes: int = 0,
+        max_rank_rows: int | None = None,
+        max_arena_bytes: int | None = None,
+        max_host_bytes: int | None = None,
         request_id: str = "",
     ) -> tenants_pb2.Tenant:
-        """Replaces what a tenant may use at most on one data plane; 0 leaves a limit to the data plane's settings."""
-        limits = tenants_pb2.TenantLimits(
-            max_rank_rows=max_rank_rows, max_arena_bytes=max_arena_bytes, max_host_bytes=max_host_bytes
+        """Sets what a tenant may use at most on one data plane; 0 leaves a limit to the data plane's settings, None as it is.
+
+        Raises:
+            InvalidArgumentError: No limit is given.
+        """
+        given = _given(max_rank_rows=max_rank_rows, max_arena_bytes=max_arena_bytes, max_host_bytes=max_host_bytes)
+        request = tenants_pb2.SetTenantLimitsRequest(
+            tenant=name,
+            limits=tenants_pb2.TenantLimits(**given),
+            update_mask=FieldMask(paths=[f"limits.{field}" for field in given]),
+            request_id=identified(request_id),
         )
-        request = tenants_pb2.SetTenantLimitsRequest(tenant=name, limits=limits, request_id=identified(request_id))
         response = await self._ask(self._tenants.SetTenantLimits, request)
         return typed(tenants_pb2.Tenant, response.tenant)
 
@@ -97,22 +106,31 @@ class OperatorClient(OrganizationCalls, ServingCalls):
         self,
         name: str,
         *,
-        max_requests_per_minute: int = 0,
-        max_tokens_per_minute: int = 0,
-        max_streams: int = 0,
-        max_adapters: int = 0,
-        max_stored_bytes: int = 0,
+        max_requests_per_minute: int | None = None,
+        max_tokens_per_minute: int | None = None,
+        max_streams: int | None = None,
+        max_adapters: int | None = None,
+        max_stored_bytes: int | None = None,
         request_id: str = "",
     ) -> tenants_pb2.Tenant:
-        """Replaces what a tenant may use at most in all, over all data planes; 0 is no limit."""
-        quotas = tenants_pb2.TenantQuotas(
+        """Sets what a tenant may use at most in all, over all data planes; 0 is no limit, None leaves a quota as it is.
+
+        Raises:
+            InvalidArgumentError: No quota is given.
+        """
+        given = _given(
             max_requests_per_minute=max_requests_per_minute,
             max_tokens_per_minute=max_tokens_per_minute,
             max_streams=max_streams,
             max_adapters=max_adapters,
             max_stored_bytes=max_stored_bytes,
         )
-        request = tenants_pb2.SetTenantQuotasRequest(tenant=name, quotas=quotas, request_id=identified(request_id))
+        request = tenants_pb2.SetTenantQuotasRequest(
+            tenant=name,
+            quotas=tenants_pb2.TenantQuotas(**given),
+            update_mask=FieldMask(paths=[f"quotas.{field}" for field in given]),
+            request_id=identified(request_id),
+        )
         response = await self._ask(self._tenants.SetTenantQuotas, request)
         return typed(tenants_pb2.Tenant, response.tenant)
 
@@ -146,14 +164,32 @@ class OperatorClient(OrganizationCalls, ServingCalls):
         quotas: organizations_pb2.OrganizationQuotas | None = None,
         tenant_limits: tenants_pb2.TenantLimits | None = None,
         tenant_quotas: tenants_pb2.TenantQuotas | None = None,
+        fields: Sequence[str] = (),
         request_id: str = "",
     ) -> organizations_pb2.Organization:
-        """Replaces an organisation's ceilings, and what the tenants may use that it makes from now on; None is no limit."""
+        """Sets an organisation's ceilings, and what the tenants may use that it makes from now on.
+
+        Args:
+            name: The organisation.
+            quotas: What its tenants may have at most together; None leaves it as it is.
+            tenant_limits: What each new tenant may use at most on one data plane; None leaves it as it is.
+            tenant_quotas: What each new tenant may use at most in all; None leaves it as it is.
+            fields: Paths that change, such as `quotas.max_tenants`; none: all fields of what is given.
+            request_id: Identifies this change: the same again is done once. Empty makes one.
+
+        Raises:
+            InvalidArgumentError: Nothing is given.
+        """
+        parts = {"quotas": quotas, "tenant_limits": tenant_limits, "tenant_quotas": tenant_quotas}
+        whole = [f"{part}.{field.name}" for part, one in parts.items() if one is not None for field in one.DESCRIPTOR.fields]
+        if not whole:
+            raise InvalidArgumentError.of([Violation("quotas", "give at least one number")])
         request = organizations_pb2.SetOrganizationQuotasRequest(
             organization=name,
             quotas=quotas,
             tenant_limits=tenant_limits,
             tenant_quotas=tenant_quotas,
+            update_mask=FieldMask(paths=fields or whole),
             request_id=identified(request_id),
         )
         response = await self._ask(self._organizations.SetOrganizationQuotas, request)
@@ -252,3 +288,15 @@ class OperatorClient(OrganizationCalls, ServingCalls):
         request.grace.FromMilliseconds(round(grace_s * 1000))
         response = await self._ask(self._admin.Drain, request, timeout_s=grace_s + self._timeout_s)
         return int(response.remaining)
+
+
+def _given(**numbers: int | None) -> dict[str, int]:
+    """The numbers that are given.
+
+    Raises:
+        InvalidArgumentError: None is.
+    """
+    given = {name: value for name, value in numbers.items() if value is not None}
+    if not given:
+        raise InvalidArgumentError.of([Violation(", ".join(numbers), "give at least one; 0 takes a number away")])
+    return given

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from google.protobuf.field_mask_pb2 import FieldMask
+
 from veneer.connection import Connection, identified, typed
 from veneer.controlplane.v1 import bases_pb2, bases_pb2_grpc, tenants_pb2
 
@@ -22,20 +24,24 @@ class ServingCalls(Connection):
         self,
         policy: tenants_pb2.FallbackPolicy.ValueType,
         *,
-        default: tenants_pb2.DefaultFallback.ValueType = tenants_pb2.DEFAULT_FALLBACK_NONE,
+        default: tenants_pb2.DefaultFallback.ValueType | None = None,
         tenant: str = "",
         request_id: str = "",
     ) -> tenants_pb2.Tenant:
-        """Replaces what may answer when a version cannot be had in time.
+        """Sets what may answer when a version cannot be had in time.
 
         Args:
             policy: What callers may ask for.
-            default: What a request asks for that does not say.
+            default: What a request asks for that does not say; None leaves it as it is.
             tenant: Tenant whose callers it is for; empty is the caller's own.
             request_id: Identifies this change: the same again is done once. Empty makes one.
         """
         request = tenants_pb2.SetFallbackRequest(
-            tenant=tenant, fallback=policy, default_fallback=default, request_id=identified(request_id)
+            tenant=tenant,
+            fallback=policy,
+            default_fallback=default or tenants_pb2.DEFAULT_FALLBACK_UNSPECIFIED,
+            update_mask=None if default is not None else FieldMask(paths=["fallback"]),
+            request_id=identified(request_id),
         )
         response = await self._ask(self._tenants.SetFallback, request)
         return typed(tenants_pb2.Tenant, response.tenant)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
 
 from tests.fixtures.controlplane import BASE_DIGEST, CALLER, OWNER, Client, World, refused
 from veneer.controlplane.v1 import nodes_pb2
@@ -45,6 +46,21 @@ async def test_a_policy_is_stored_as_it_was_set_unless_its_default_is_beyond_it(
         assert (stored.name, stored.fallback, stored.default_fallback) == ("acme", policy, named)
         short = pb.DefaultFallback.Name(named).removeprefix("DEFAULT_FALLBACK_")
         assert await told(node, acme) == (by_base, by_previous, short)
+
+
+async def test_what_a_mask_does_not_name_of_a_policy_stays_and_must_still_fit(world: World) -> None:
+    acme = await world.tenant("acme", fallback=ALLOWED, default_fallback=pb.DEFAULT_FALLBACK_PREVIOUS)
+    policy, default = FieldMask(paths=["fallback"]), FieldMask(paths=["default_fallback"])
+    stored = (await acme.tenants.SetFallback(pb.SetFallbackRequest(fallback=FORBIDDEN, update_mask=policy))).tenant
+    assert (stored.fallback, stored.default_fallback) == (FORBIDDEN, pb.DEFAULT_FALLBACK_PREVIOUS)
+    for request in (
+        pb.SetFallbackRequest(fallback=EXACT, update_mask=policy),
+        pb.SetFallbackRequest(default_fallback=pb.DEFAULT_FALLBACK_ANY, update_mask=default),
+    ):
+        assert (await refused(acme.tenants.SetFallback(request)))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    request = pb.SetFallbackRequest(default_fallback=pb.DEFAULT_FALLBACK_FAIL, update_mask=default)
+    stored = (await acme.tenants.SetFallback(request)).tenant
+    assert (stored.fallback, stored.default_fallback) == (FORBIDDEN, pb.DEFAULT_FALLBACK_FAIL)
 
 
 async def test_a_tenant_can_be_made_with_its_policy(world: World) -> None:

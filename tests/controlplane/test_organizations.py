@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
 from sqlalchemy import text
 from sqlalchemy.exc import ProgrammingError
 
@@ -279,6 +280,28 @@ async def test_its_log_is_its_own_and_part_of_the_installations(world: World) ->
     assert len((await rival.tenants.ListAudit(_T.ListAuditRequest())).entries) == 2
     whole = {one.id for one in (await world.operator.tenants.ListAudit(_T.ListAuditRequest())).entries}
     assert {one.id for one in told} < whole
+
+
+async def test_its_numbers_that_a_mask_does_not_name_stay(world: World) -> None:
+    await world.organization("group")
+    whole = pb.SetOrganizationQuotasRequest(
+        organization="group",
+        quotas=pb.OrganizationQuotas(max_tenants=3, max_adapters=4),
+        tenant_limits=_T.TenantLimits(max_rank_rows=16, max_host_bytes=2),
+        tenant_quotas=_T.TenantQuotas(max_streams=5, max_adapters=6),
+    )
+    await world.operator.organizations.SetOrganizationQuotas(whole)
+    paths = ["quotas.max_tenants", "tenant_limits.max_rank_rows", "tenant_quotas.max_streams"]
+    some = pb.SetOrganizationQuotasRequest(
+        organization="group", tenant_quotas=_T.TenantQuotas(max_streams=7, max_adapters=8), update_mask=FieldMask(paths=paths)
+    )
+    changed = (await world.operator.organizations.SetOrganizationQuotas(some)).organization
+    assert changed.quotas == pb.OrganizationQuotas(max_adapters=4)
+    assert changed.tenant_limits == _T.TenantLimits(max_host_bytes=2)
+    assert changed.tenant_quotas == _T.TenantQuotas(max_streams=7, max_adapters=6)
+    await world.operator.organizations.SetOrganizationQuotas(pb.SetOrganizationQuotasRequest(organization="group"))
+    [listed] = (await world.operator.organizations.ListOrganizations(pb.ListOrganizationsRequest())).organizations
+    assert (listed.quotas, listed.tenant_quotas) == (pb.OrganizationQuotas(), _T.TenantQuotas())
 
 
 async def all_rows(world: World) -> list[Any]:

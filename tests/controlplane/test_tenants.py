@@ -8,6 +8,7 @@ import uuid
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
 
 from tests.fixtures.controlplane import CALLER, OWNER, PUBLISHER, World, refused
 from veneer.controlplane.v1 import bases_pb2, tenants_pb2
@@ -35,6 +36,27 @@ async def test_limits_are_set_at_once_and_replaced_whole(world: World) -> None:
     assert (await world.operator.tenants.SetTenantLimits(request)).tenant.limits == limits
     listed = (await world.operator.tenants.ListTenants(tenants_pb2.ListTenantsRequest())).tenants
     assert listed[0].limits == limits
+
+
+async def test_numbers_that_a_mask_does_not_name_stay(world: World) -> None:
+    limits = tenants_pb2.TenantLimits(max_rank_rows=64, max_arena_bytes=7)
+    quotas = tenants_pb2.TenantQuotas(max_streams=5, max_adapters=9)
+    await world.tenant("acme", limits=limits, quotas=quotas)
+    set_limits, set_quotas = world.operator.tenants.SetTenantLimits, world.operator.tenants.SetTenantQuotas
+    one = tenants_pb2.TenantLimits(max_host_bytes=3, max_arena_bytes=1)
+    request = tenants_pb2.SetTenantLimitsRequest(
+        tenant="acme", limits=one, update_mask=FieldMask(paths=["limits.max_host_bytes"])
+    )
+    limits.max_host_bytes = 3
+    assert (await set_limits(request)).tenant.limits == limits
+    named = FieldMask(paths=["quotas.max_streams", "quotas.max_stored_bytes"])
+    request_of_quotas = tenants_pb2.SetTenantQuotasRequest(
+        tenant="acme", quotas=tenants_pb2.TenantQuotas(max_stored_bytes=8), update_mask=named
+    )
+    assert await refused(
+        set_quotas(tenants_pb2.SetTenantQuotasRequest(tenant="acme", update_mask=FieldMask(paths=["quotas.max_streams.x"])))
+    ) == (grpc.StatusCode.INVALID_ARGUMENT, "update_mask: quotas.max_streams.x is no field")
+    assert (await set_quotas(request_of_quotas)).tenant.quotas == tenants_pb2.TenantQuotas(max_adapters=9, max_stored_bytes=8)
 
 
 async def test_limits_of_no_tenant_cannot_be_set(world: World) -> None:

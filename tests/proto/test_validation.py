@@ -10,6 +10,7 @@ import protovalidate
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -182,6 +183,12 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         (sampling(stop=["x"] * 9), "sampling.stop", "repeated.max_items"),
         (sampling(stop_token_ids=[1] * 65), "sampling.stop_token_ids", "repeated.max_items"),
         (request(tokens=generation_pb2.TokenPrompt()), "tokens.ids", "repeated.min_items"),
+        # masks
+        (
+            tenants_pb2.SetTenantQuotasRequest(tenant="acme", update_mask=FieldMask(paths=["quotas.colour"])),
+            "update_mask",
+            "field_mask.in",
+        ),
         # durations
         (tenants_pb2.CreateKeyRequest(roles=[1], lifetime=Duration()), "lifetime", "duration.gte_lte"),
         (tenants_pb2.CreateKeyRequest(roles=[1], lifetime=Duration(seconds=3155760001)), "lifetime", "duration.gte_lte"),

@@ -12,6 +12,7 @@ from veneer.cli.output import note, print_json, print_table, say, size, when
 from veneer.cli.target import Target
 from veneer.cli.tenants import Json, limits_text, print_keys, quotas_text
 from veneer.controlplane.v1 import organizations_pb2, tenants_pb2
+from veneer.errors import InvalidArgumentError, Violation
 
 organizations = typer.Typer(no_args_is_help=True)
 keys = typer.Typer(no_args_is_help=True)
@@ -19,16 +20,20 @@ organizations.add_typer(keys, name="key", help="Keys of an organisation (for its
 
 _EACH = "What each tenant that it makes may use"
 Named = Annotated[str, typer.Option("--org", help="As an operator, of this organisation; else of the key in use.")]
-MaxTenants = Annotated[int, typer.Option(help="Tenants.", min=0, max=10**12)]
-MaxAdapters = Annotated[int, typer.Option(help="Adapters of all its tenants that are not deleted.", min=0, max=10**12)]
-MaxBytes = Annotated[int, typer.Option(help="Bytes of the files of all their versions.", min=0, max=1 << 50)]
-Requests = Annotated[int, typer.Option(help="Requests in any 60 s.", min=0, max=10**12, rich_help_panel=_EACH)]
-Tokens = Annotated[int, typer.Option(help="Tokens of prompts and answers in any 60 s.", min=0, max=10**12, rich_help_panel=_EACH)]
-Streams = Annotated[int, typer.Option(help="Streams at a time.", min=0, max=10**12, rich_help_panel=_EACH)]
-Adapters = Annotated[int, typer.Option(help="Adapters that are not deleted.", min=0, max=10**12, rich_help_panel=_EACH)]
-Stored = Annotated[int, typer.Option(help="Bytes of the files of its versions.", min=0, max=1 << 50, rich_help_panel=_EACH)]
+MaxTenants = Annotated[int | None, typer.Option(help="Tenants.", min=0, max=10**12)]
+MaxAdapters = Annotated[int | None, typer.Option(help="Adapters of all its tenants that are not deleted.", min=0, max=10**12)]
+MaxBytes = Annotated[int | None, typer.Option(help="Bytes of the files of all their versions.", min=0, max=1 << 50)]
+Requests = Annotated[int | None, typer.Option(help="Requests in any 60 s.", min=0, max=10**12, rich_help_panel=_EACH)]
+Tokens = Annotated[
+    int | None, typer.Option(help="Tokens of prompts and answers in any 60 s.", min=0, max=10**12, rich_help_panel=_EACH)
+]
+Streams = Annotated[int | None, typer.Option(help="Streams at a time.", min=0, max=10**12, rich_help_panel=_EACH)]
+Adapters = Annotated[int | None, typer.Option(help="Adapters that are not deleted.", min=0, max=10**12, rich_help_panel=_EACH)]
+Stored = Annotated[
+    int | None, typer.Option(help="Bytes of the files of its versions.", min=0, max=1 << 50, rich_help_panel=_EACH)
+]
 RankRows = Annotated[
-    int, typer.Option(help="Rank rows that run at a time on a data plane.", min=0, max=1 << 20, rich_help_panel=_EACH)
+    int | None, typer.Option(help="Rank rows that run at a time on a data plane.", min=0, max=1 << 20, rich_help_panel=_EACH)
 ]
 
 
@@ -37,30 +42,30 @@ def create(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="1 to 30 lower-case letters, digits and single inner hyphens.")],
     *,
-    max_tenants: MaxTenants = 0,
-    max_adapters: MaxAdapters = 0,
-    max_stored_bytes: MaxBytes = 0,
-    tenant_requests_per_minute: Requests = 0,
-    tenant_tokens_per_minute: Tokens = 0,
-    tenant_streams: Streams = 0,
-    tenant_adapters: Adapters = 0,
-    tenant_stored_bytes: Stored = 0,
-    tenant_rank_rows: RankRows = 0,
+    max_tenants: MaxTenants = None,
+    max_adapters: MaxAdapters = None,
+    max_stored_bytes: MaxBytes = None,
+    tenant_requests_per_minute: Requests = None,
+    tenant_tokens_per_minute: Tokens = None,
+    tenant_streams: Streams = None,
+    tenant_adapters: Adapters = None,
+    tenant_stored_bytes: Stored = None,
+    tenant_rank_rows: RankRows = None,
     json: Json = False,
 ) -> None:
     """Create an organisation; what is not given has no limit. For operators."""
     target: Target = context.obj
     quotas = organizations_pb2.OrganizationQuotas(
-        max_tenants=max_tenants, max_adapters=max_adapters, max_stored_bytes=max_stored_bytes
+        max_tenants=max_tenants or 0, max_adapters=max_adapters or 0, max_stored_bytes=max_stored_bytes or 0
     )
     each = tenants_pb2.TenantQuotas(
-        max_requests_per_minute=tenant_requests_per_minute,
-        max_tokens_per_minute=tenant_tokens_per_minute,
-        max_streams=tenant_streams,
-        max_adapters=tenant_adapters,
-        max_stored_bytes=tenant_stored_bytes,
+        max_requests_per_minute=tenant_requests_per_minute or 0,
+        max_tokens_per_minute=tenant_tokens_per_minute or 0,
+        max_streams=tenant_streams or 0,
+        max_adapters=tenant_adapters or 0,
+        max_stored_bytes=tenant_stored_bytes or 0,
     )
-    limits = tenants_pb2.TenantLimits(max_rank_rows=tenant_rank_rows)
+    limits = tenants_pb2.TenantLimits(max_rank_rows=tenant_rank_rows or 0)
 
     async def run() -> organizations_pb2.Organization:
         async with target.operator() as operator:
@@ -77,34 +82,49 @@ def set_quotas(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="The organisation.")],
     *,
-    max_tenants: MaxTenants = 0,
-    max_adapters: MaxAdapters = 0,
-    max_stored_bytes: MaxBytes = 0,
-    tenant_requests_per_minute: Requests = 0,
-    tenant_tokens_per_minute: Tokens = 0,
-    tenant_streams: Streams = 0,
-    tenant_adapters: Adapters = 0,
-    tenant_stored_bytes: Stored = 0,
-    tenant_rank_rows: RankRows = 0,
+    max_tenants: MaxTenants = None,
+    max_adapters: MaxAdapters = None,
+    max_stored_bytes: MaxBytes = None,
+    tenant_requests_per_minute: Requests = None,
+    tenant_tokens_per_minute: Tokens = None,
+    tenant_streams: Streams = None,
+    tenant_adapters: Adapters = None,
+    tenant_stored_bytes: Stored = None,
+    tenant_rank_rows: RankRows = None,
     json: Json = False,
 ) -> None:
-    """Set the ceilings of an organisation, and what tenants may use that it makes from now on; what is not given has no limit."""
+    """Set the ceilings of an organisation, and what tenants may use that it makes from now on.
+
+    What is not named stays as it is; 0 is no limit.
+    """
     target: Target = context.obj
-    quotas = organizations_pb2.OrganizationQuotas(
-        max_tenants=max_tenants, max_adapters=max_adapters, max_stored_bytes=max_stored_bytes
-    )
-    each = tenants_pb2.TenantQuotas(
-        max_requests_per_minute=tenant_requests_per_minute,
-        max_tokens_per_minute=tenant_tokens_per_minute,
-        max_streams=tenant_streams,
-        max_adapters=tenant_adapters,
-        max_stored_bytes=tenant_stored_bytes,
-    )
-    limits = tenants_pb2.TenantLimits(max_rank_rows=tenant_rank_rows)
+    numbers = {
+        "quotas.max_tenants": max_tenants,
+        "quotas.max_adapters": max_adapters,
+        "quotas.max_stored_bytes": max_stored_bytes,
+        "tenant_quotas.max_requests_per_minute": tenant_requests_per_minute,
+        "tenant_quotas.max_tokens_per_minute": tenant_tokens_per_minute,
+        "tenant_quotas.max_streams": tenant_streams,
+        "tenant_quotas.max_adapters": tenant_adapters,
+        "tenant_quotas.max_stored_bytes": tenant_stored_bytes,
+        "tenant_limits.max_rank_rows": tenant_rank_rows,
+    }
+    given = {path: number for path, number in numbers.items() if number is not None}
+    if not given:
+        raise InvalidArgumentError.of([Violation("org quota", "name at least one number; `--help` lists them, 0 takes one away")])
+
+    def part(of: str) -> dict[str, int]:
+        return {path.partition(".")[2]: number for path, number in given.items() if path.startswith(f"{of}.")}
 
     async def run() -> organizations_pb2.Organization:
         async with target.operator() as operator:
-            return await operator.set_organization_quotas(name, quotas=quotas, tenant_limits=limits, tenant_quotas=each)
+            return await operator.set_organization_quotas(
+                name,
+                quotas=organizations_pb2.OrganizationQuotas(**part("quotas")),
+                tenant_limits=tenants_pb2.TenantLimits(**part("tenant_limits")),
+                tenant_quotas=tenants_pb2.TenantQuotas(**part("tenant_quotas")),
+                fields=list(given),
+            )
 
     changed = asyncio.run(run())
     print_json(changed) if json else say(f"{changed.name}: {_ceilings(changed.quotas)}; each new tenant: {_each(changed)}")

@@ -62,12 +62,12 @@ def limit_tenant(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="The tenant.")],
     *,
-    rank_rows: Annotated[int, typer.Option(help="Rank rows of adapters that run at a time.", min=0, max=1 << 20)] = 0,
-    arena_bytes: Annotated[int, typer.Option(help="Bytes of its adapters on the device.", min=0, max=1 << 50)] = 0,
-    host_bytes: Annotated[int, typer.Option(help="Bytes of its adapters in host memory.", min=0, max=1 << 50)] = 0,
+    rank_rows: Annotated[int | None, typer.Option(help="Rank rows of adapters that run at a time.", min=0, max=1 << 20)] = None,
+    arena_bytes: Annotated[int | None, typer.Option(help="Bytes of its adapters on the device.", min=0, max=1 << 50)] = None,
+    host_bytes: Annotated[int | None, typer.Option(help="Bytes of its adapters in host memory.", min=0, max=1 << 50)] = None,
     json: Json = False,
 ) -> None:
-    """Set what a tenant may use at most on each data plane; what is not given is left to its settings."""
+    """Set what a tenant may use at most on each data plane; what is not named stays, 0 leaves it to the data plane's settings."""
     target: Target = context.obj
 
     async def run() -> tenants_pb2.Tenant:
@@ -85,14 +85,16 @@ def set_quotas(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="The tenant.")],
     *,
-    requests_per_minute: Annotated[int, typer.Option(help="Requests in any 60 s.", min=0, max=10**12)] = 0,
-    tokens_per_minute: Annotated[int, typer.Option(help="Tokens of prompts and answers in any 60 s.", min=0, max=10**12)] = 0,
-    streams: Annotated[int, typer.Option(help="Streams at a time.", min=0, max=10**12)] = 0,
-    adapters: Annotated[int, typer.Option(help="Adapters that are not deleted.", min=0, max=10**12)] = 0,
-    stored_bytes: Annotated[int, typer.Option(help="Bytes of the files of its versions.", min=0, max=1 << 50)] = 0,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Requests in any 60 s.", min=0, max=10**12)] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="Tokens of prompts and answers in any 60 s.", min=0, max=10**12)
+    ] = None,
+    streams: Annotated[int | None, typer.Option(help="Streams at a time.", min=0, max=10**12)] = None,
+    adapters: Annotated[int | None, typer.Option(help="Adapters that are not deleted.", min=0, max=10**12)] = None,
+    stored_bytes: Annotated[int | None, typer.Option(help="Bytes of the files of its versions.", min=0, max=1 << 50)] = None,
     json: Json = False,
 ) -> None:
-    """Set what a tenant may use at most in all, over all data planes; what is not given has no limit."""
+    """Set what a tenant may use at most in all, over all data planes; what is not named stays, 0 is no limit."""
     target: Target = context.obj
 
     async def run() -> tenants_pb2.Tenant:
@@ -139,15 +141,15 @@ def set_fallback(
     ],
     *,
     default: Annotated[
-        Literal["none", "not-ready", "any", "previous", "fail"],
-        typer.Option(help="What a request asks for that does not say; as `veneer generate --fallback`."),
-    ] = "none",
+        Literal["none", "not-ready", "any", "previous", "fail"] | None,
+        typer.Option(help="What a request asks for that does not say; as `veneer generate --fallback`. Else it stays as it is."),
+    ] = None,
     tenant: Annotated[str, typer.Option(help="As an operator, for this tenant; else for that of the key.")] = "",
     json: Json = False,
 ) -> None:
     """Set what may answer when a version cannot be had in time; data planes follow within 5 s."""
     target: Target = context.obj
-    mode = tenants_pb2.DefaultFallback.Value(f"DEFAULT_FALLBACK_{default.replace('-', '_').upper()}")
+    mode = None if default is None else tenants_pb2.DefaultFallback.Value(f"DEFAULT_FALLBACK_{default.replace('-', '_').upper()}")
 
     async def run() -> tenants_pb2.Tenant:
         async with target.operator() if tenant else target.client() as client:

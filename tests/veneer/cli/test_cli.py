@@ -270,6 +270,26 @@ def test_an_organisation_manages_its_tenants_from_the_command_line(veneer: Run) 
     assert "UNAUTHENTICATED" in veneer("--org-key", second, "org", "show").err
 
 
+def test_numbers_that_a_command_does_not_name_stay_as_they_are(veneer: Run) -> None:
+    ok(veneer("tenant", "create", "counted"))
+    ok(veneer("tenant", "quota", "counted", "--streams", 5, "--adapters", 3))
+    told = ok(veneer("tenant", "quota", "counted", "--streams", 0, "--requests-per-minute", 7))
+    assert "7 requests/min, 3 adapters;" in told
+    ok(veneer("tenant", "limit", "counted", "--rank-rows", 64, "--host-bytes", 9))
+    assert "32 rank rows, 9 B in host memory" in ok(veneer("tenant", "limit", "counted", "--rank-rows", 32))
+    ok(veneer("tenant", "fallback", "allowed", "--default", "previous", "--tenant", "counted"))
+    assert "forbidden, by default previous" in ok(veneer("tenant", "fallback", "forbidden", "--tenant", "counted"))
+    assert "exact, by default fail" in ok(veneer("tenant", "fallback", "exact", "--default", "fail", "--tenant", "counted"))
+    ok(veneer("org", "create", "counts", "--max-tenants", 4, "--tenant-streams", 2, "--tenant-rank-rows", 16))
+    told = ok(veneer("org", "quota", "counts", "--max-adapters", 6, "--tenant-adapters", 8))
+    for words in ("4 tenants, 6 adapters", "2 streams, 8 adapters", "16 rank rows"):
+        assert words in told
+    for command in (("tenant", "quota", "counted"), ("tenant", "limit", "counted"), ("org", "quota", "counts")):
+        refused = veneer(*command)
+        assert (refused.status, "at least one" in refused.err) == (1, True), refused.err
+    assert "4 tenants, 6 adapters" in ok(veneer("org", "list"))
+
+
 def test_a_key_is_rotated_and_its_auditor_reads_who_did_it(veneer: Run) -> None:
     ok(veneer("tenant", "create", "audited"))
     first = json.loads(ok(veneer("key", "create", "--tenant", "audited", "--role", "auditor", "--json")))
