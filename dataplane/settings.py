@@ -37,7 +37,7 @@ class Settings(BaseSettings):
         max_adapter_loss: Most that a projection of an adapter may lose in fp8, as a part of its norm; an adapter that loses more
             is refused. Trained ones lose about 0.04.
         stepping: `overlapped` (a step is planned while the one before runs), `serial`, or `auto`: what is faster on the device.
-        cpu_form: `native` (built on first use, where a C++ compiler is), `torch`, or `auto`: native where it can be had.
+        cpu_form: `native` (built ahead, or on first use where a C++ compiler is), `torch`, or `auto`: native where it can be had.
         batch_invariant: Equal requests give equal bits whatever runs beside them, at some cost (docs/invariance.md).
         num_threads: Threads of the math library; 0 leaves its own choice.
         max_sequences: Sequences that run at the same time.

@@ -83,6 +83,7 @@ class EngineSupervisor:
         self._died = asyncio.Event()
         self._reports: set[asyncio.Task[None]] = set()
         self._pins: dict[str, str] = {}
+        self._has_warned = False
         self.on_dropped: Callable[[str], object] = _ignore  # told of versions that were taken away whole
 
     @property
@@ -215,6 +216,11 @@ class EngineSupervisor:
             self._on_death()
             raise UnavailableError("the engine ended at once")
         self._metrics.engine_started()
+        if client.ready.slower and not self._has_warned:  # the next engines run on the same machine
+            self._has_warned = True
+            _log.warning(
+                "the engine computes in a slower form than this processor could run", extra={"cause": client.ready.slower}
+            )
         for version, owner in self._pins.items():
             client.pin(version, owner)
         if self._events is not None:

@@ -66,3 +66,8 @@ def test_the_generated_code_is_found_from_an_unpacked_wheel(wheel: zipfile.ZipFi
     )
 
     assert result.stdout.startswith(str(tmp_path))
+
+
+def test_it_holds_the_native_form_as_source_alone(wheel: zipfile.ZipFile) -> None:
+    assert "kernels/cpu.cpp" in wheel.namelist()
+    assert [name for name in wheel.namelist() if name.endswith(".so")] == []

@@ -123,7 +123,7 @@ class Engine:
         how = "each planned while the one before runs" if config.overlaps_steps else "one after the other"
         form = f"{'form':<16}{self._runner.form}, on {config.device}"
         lines = (*memory.lines(available), huge_pages_line(), form, f"{'steps':<16}{how}")
-        self.ready = Ready(lines, memory.max_context, model.vocab_size)
+        self.ready = Ready(lines, memory.max_context, model.vocab_size, self._runner.slower)
 
     def send(self, command: Command) -> None:
         """Hands a command to the loop; what of a request can be prepared beside the loop is done here."""

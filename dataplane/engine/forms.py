@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -30,8 +29,6 @@ from veneer.errors import FailedPreconditionError
 
 if TYPE_CHECKING:
     from kernels.gpu.device import Gpu
-
-_log = logging.getLogger(__name__)
 
 
 class StepLowRank(LowRank, Protocol):
@@ -66,6 +63,7 @@ class Forms:
         low_rank: The adapters' part.
         pieces: What lies between.
         captures: How steps that decode are captured; None where they are computed anew each time.
+        slower: Why they are slower than what the processor could run; empty where they are not, or the settings ask for them.
         fit: Takes the loaded model and returns it as the form runs it; may measure first.
     """
 
@@ -74,6 +72,7 @@ class Forms:
     low_rank: StepLowRank
     pieces: Pieces
     captures: Captures[Any] | None = None
+    slower: str = ""
     fit: Callable[[Decoder], Decoder] = _as_it_is
 
 
@@ -132,7 +131,7 @@ def find_gpu(config: EngineConfig) -> Gpu | None:
 def choose_forms(
     config: EngineConfig, model: Architecture, *, kv: PagedKv, arena: Arena, sites: tuple[Site, ...], max_context: int
 ) -> Forms:
-    """Returns the forms that `config.cpu_form` asks for; `auto` takes the native one where it can be had and logs why not.
+    """Returns the forms that `config.cpu_form` asks for; `auto` takes the native one where it can be had; `slower` says why not.
 
     Raises:
         NoNativeFormError: The native form is asked for by name and cannot be had.
@@ -149,14 +148,16 @@ def choose_forms(
             NativeAttention(model, kv, native=native),
             NativeLowRank(arena.tensor, arena.descriptors, native=native, sites=sites, max_rows=config.max_step_tokens),
             NativePieces(native, getattr(torch, config.dtype), invariant=config.batch_invariant),
+            slower=native.slower,
         )
+    slower = ""
     if native is not None:
         if config.cpu_form == "native":
             raise NoNativeFormError(f"cpu_form = native cannot be had: {native}") from native
-        _log.warning("no native CPU form; PyTorch's operations serve, slower", extra={"reason": str(native)})
+        slower = f"PyTorch's operations serve in place of the native CPU form: {native}"
     if config.batch_invariant:
         tiled = TiledLowRank(arena.tensor, arena.descriptors, sites=sites)
-        return Forms(f"torch{suffix}", RowAttention(model, kv), tiled, TiledPieces())
+        return Forms(f"torch{suffix}", RowAttention(model, kv), tiled, TiledPieces(), slower=slower)
     low_rank = CpuLowRank(
         arena.tensor,
         arena.descriptors,
@@ -165,4 +166,4 @@ def choose_forms(
         max_rows=config.max_step_tokens,
         max_list=config.max_step_rank_rows if config.arena_bytes else 0,
     )
-    return Forms("torch", TorchAttention(model, kv), low_rank, TorchPieces())
+    return Forms("torch", TorchAttention(model, kv), low_rank, TorchPieces(), slower=slower)

@@ -366,11 +366,15 @@ class NotFinite:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine is up: its memory plan as printable lines, and the limits that follow from it."""
+    """The engine is up: its memory plan as printable lines, and the limits that follow from it.
+
+    `slower` says why a slower form computes than the processor could run; empty where none does.
+    """
 
     plan: tuple[str, ...]
     max_context: int
     vocab_size: int
+    slower: str = ""
 
 
 Event = Tokens | Failed | Wanted | Moved | Unloaded | NotFinite | State | Samples | Ready

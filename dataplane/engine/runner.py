@@ -75,6 +75,7 @@ class Runner:
         arena: Adapters on the device.
         kv: The KV tensor.
         form: Name of the form that computes, for the printed plan.
+        slower: Why it is slower than the processor could run; empty where it is not.
         watch: Seconds of the host by part: `fill`, `forward`, `sample`, and `wait` where a device computes.
         orders: Samples to take at the end of the next step, which serves their versions; from the step loop.
         samples: Those that were taken; for the step loop.
@@ -102,7 +103,8 @@ class Runner:
         forms = choose_forms(
             config, model, kv=self.kv, arena=self.arena, sites=model_sites(model), max_context=memory.max_context
         )
-        self.form, self._attention, self._low_rank = forms.name, forms.attention, forms.low_rank
+        self.form, self.slower = forms.name, forms.slower
+        self._attention, self._low_rank = forms.attention, forms.low_rank
         with torch.inference_mode():
             loaded = load_decoder(
                 Path(config.model_dir), model, max_context=memory.max_context, dtype=dtype, device=device, pieces=forms.pieces

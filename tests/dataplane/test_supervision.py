@@ -20,9 +20,9 @@ SUBMIT = Submit(request_id="r", tenant="acme", prompt=(1,), sampling=Sampling(ma
 class FakeClient(ScriptedEngine):
     """An engine client that dies when the test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, slower: str = "") -> None:
         super().__init__((delta(1, finish="stop"),))
-        self.ready = Ready(("plan",), 64, 160)
+        self.ready = Ready(("plan",), 64, 160, slower)
         self.is_alive = True
         self.stopped = False
         self.killed = False
@@ -81,7 +81,8 @@ class Watcher:
 class Rig:
     """A supervisor whose engines the test makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, slower: str = "") -> None:
+        self.slower = slower
         self.clients: list[FakeClient] = []
         self.errors: list[VeneerError] = []
         self.heard: list[tuple[Any, ...]] = []
@@ -95,7 +96,7 @@ class Rig:
     async def make(self) -> Any:
         if self.errors:
             raise self.errors.pop(0)
-        self.clients.append(FakeClient())
+        self.clients.append(FakeClient(slower=self.slower))
         return self.clients[-1]
 
     async def report(self, version: str) -> None:
@@ -152,6 +153,28 @@ async def test_what_the_engine_says_of_adapters_is_passed_on(rig: Rig) -> None:
     client.on_unloaded(Unloaded(VERSION))
     told = [("forget",), ("meet",), ("want", VERSION), ("moved", VERSION, "host", 0.5, "room"), ("unloaded", VERSION)]
     assert rig.heard == told
+
+
+async def test_a_slower_form_is_warned_of_once_with_its_reason_however_often_the_engine_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reason = "PyTorch's operations serve in place of the native CPU form: no C++ compiler"
+    made = Rig(slower=reason)
+    await made.supervisor.start()
+    task = asyncio.create_task(made.supervisor.run())
+    made.clients[0].die()
+    await until(lambda: len(made.clients) == 2 and made.supervisor.is_running)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await made.supervisor.stop()
+    [warning] = [record for record in caplog.records if "slower form" in record.message]
+    assert (warning.levelname, warning.__dict__["cause"]) == ("WARNING", reason)
+
+
+async def test_an_engine_in_its_best_form_is_not_warned_of(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.clients[0].die()
+    await until(lambda: len(rig.clients) == 2 and rig.supervisor.is_running)
+    assert not [record for record in caplog.records if "slower form" in record.message]
 
 
 async def test_who_watches_hears_of_every_state_and_move_and_of_the_engines_end(rig: Rig) -> None:

@@ -172,6 +172,12 @@ def speaks_as_published(system: System) -> bool:
     return adapter == {COUNSEL.marker} and base == frozenset()
 
 
+def test_the_data_plane_opens_a_native_library_that_the_image_carries(system: System) -> None:
+    show = "from kernels.native import *; native = load_native(); print(native.path.parent == PREBUILT, native.slower)"
+    assert system.compose("exec", "-T", "dataplane", "python", "-c", show).strip() == "True"
+    assert "slower form" not in system.compose("logs", "dataplane")
+
+
 def test_a_published_adapter_answers_from_the_host(system: System) -> None:
     with timed("two completions, cold"):
         assert speaks_as_published(system)

@@ -54,7 +54,7 @@ MESSAGES = [
         waiting_by_reason={"image": 21}, queue_counts=(22, 23), queue_seconds=24.5,
         rank_row_counts=(25, 26), rank_rows=27, disk_hits=28, seconds=(("run", 2.5),),
     ),
-    Ready(("line", "line"), 256, 160),
+    Ready(("line", "line"), 256, 160, "why it is slower"),
 ]  # fmt: skip
 
 

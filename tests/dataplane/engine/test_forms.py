@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +17,18 @@ from dataplane.engine.engine import Engine
 from dataplane.engine.forms import NoDeviceFormError, NoNativeFormError
 from dataplane.engine.memory import plan_memory
 from dataplane.engine.runner import Runner
-from kernels.native import NativeFormError
+from kernels.native import NativeFormError, load_native
 from veneer.errors import InvalidArgumentError
 
 Make = Callable[..., EngineConfig]
 
 
+def runner_of(config: EngineConfig, plain: Any) -> Runner:
+    return Runner(config, plain.config, plan_memory(config, plain.config))
+
+
 def form_of(config: EngineConfig, plain: Any) -> str:
-    return Runner(config, plain.config, plan_memory(config, plain.config)).form
+    return runner_of(config, plain).form
 
 
 def without_compiler() -> None:
@@ -33,6 +37,7 @@ def without_compiler() -> None:
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 def test_the_native_form_is_taken_where_it_can_be_had(tiny_config: Make, plain: Any) -> None:
+    assert runner_of(tiny_config(), plain).slower == ""
     assert form_of(tiny_config(), plain).startswith("native, ")
     assert form_of(tiny_config(cpu_form="native"), plain).startswith("native, ")
     assert form_of(tiny_config(cpu_form="torch"), plain) == "torch"
@@ -48,14 +53,24 @@ def test_shapes_that_the_native_form_lacks_are_served_by_torch_unless_it_is_name
 
 
 def test_a_machine_without_a_compiler_serves_with_torch_and_says_why(
-    tiny_config: Make, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_config: Make, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dataplane.engine.forms, "load_native", without_compiler)
-    with caplog.at_level(logging.WARNING):
-        assert form_of(tiny_config(), plain) == "torch"
-    assert [record.reason for record in caplog.records] == ["no C++ compiler"]  # type: ignore[attr-defined]
+    for is_invariant in (False, True):
+        runner = runner_of(tiny_config(batch_invariant=is_invariant), plain)
+        assert runner.form.startswith("torch")
+        assert runner.slower == "PyTorch's operations serve in place of the native CPU form: no C++ compiler"
+    assert runner_of(tiny_config(cpu_form="torch"), plain).slower == "", "it is what the settings ask for"
     with pytest.raises(NoNativeFormError, match="no C\\+\\+ compiler"):
         form_of(tiny_config(cpu_form="native"), plain)
+
+
+def test_what_the_library_says_of_a_lesser_instruction_set_reaches_the_first_event(
+    tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lesser = replace(load_native(), slower="portable serves in place of AVX2")
+    monkeypatch.setattr(dataplane.engine.forms, "load_native", lambda: lesser)
+    assert Engine(tiny_config(), list).ready.slower == "portable serves in place of AVX2"
 
 
 def test_an_unknown_form_is_refused(tiny_config: Make) -> None:
