@@ -7,23 +7,16 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
 from veneer.errors import InvalidArgumentError, Violation
-
-PublicKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
-"""What signatures are verified with."""
+from veneer.signature.algorithms import CURVES, PublicKey, usable
+from veneer.signature.chain import fault_of_authority
 
 MAX_PEM_BYTES: Final = 8 << 10
 
-_CURVES: Final[dict[str, tuple[str, hashes.HashAlgorithm]]] = {
-    "secp256r1": ("ECDSA P-256", hashes.SHA256()),
-    "secp384r1": ("ECDSA P-384", hashes.SHA384()),
-    "secp521r1": ("ECDSA P-521", hashes.SHA512()),
-}
-"""By curve: what it is called, and the digest that goes with it in the Sigstore specification."""
 _SUPPORTED = "ECDSA on P-256, P-384 or P-521, or Ed25519"
 
 
@@ -81,25 +74,6 @@ def read_trusted_key(pem: bytes, *, name: str = "", field: str = "pem") -> Trust
     )
 
 
-def usable(key: object) -> PublicKey | None:
-    """The key, if it is of a kind that signatures are verified with."""
-    if isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name in _CURVES:
-        return key
-    return key if isinstance(key, ed25519.Ed25519PublicKey) else None
-
-
-def made(key: PublicKey, value: bytes, data: bytes) -> bool:
-    """Whether a key made a signature over data."""
-    try:
-        if isinstance(key, ed25519.Ed25519PublicKey):
-            key.verify(value, data)
-        else:
-            key.verify(value, data, ec.ECDSA(_CURVES[key.curve.name][1]))
-    except InvalidSignature:
-        return False
-    return True
-
-
 def public_key(pem: str) -> PublicKey | None:
     """The key of a trusted key of kind `KEY`; None for one of a kind that only a newer release knows."""
     try:
@@ -109,17 +83,15 @@ def public_key(pem: str) -> PublicKey | None:
 
 
 def _authority(certificate: x509.Certificate, name: str, field: str) -> TrustedKey:
-    try:
-        is_authority = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    except x509.ExtensionNotFound:
-        is_authority = False
-    if not is_authority:
-        raise _refused(field, "is not the certificate of an authority; give the one that the signing certificate was issued by")
+    fault = fault_of_authority(certificate)
+    if fault:
+        raise _refused(field, fault)
+    key = certificate.public_key()
     pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
     return TrustedKey(
         id=certificate.fingerprint(hashes.SHA256()).hex(),
         kind="CERTIFICATE",
-        algorithm=_algorithm(_supported(certificate.public_key(), field)),
+        algorithm=f"RSA {key.key_size}" if isinstance(key, rsa.RSAPublicKey) else _algorithm(_supported(key, field)),
         pem=pem,
         subject=certificate.subject.rfc4514_string(),
         name=name,
@@ -134,7 +106,7 @@ def _supported(key: object, field: str) -> PublicKey:
 
 
 def _algorithm(key: PublicKey) -> str:
-    return "Ed25519" if isinstance(key, ed25519.Ed25519PublicKey) else _CURVES[key.curve.name][0]
+    return "Ed25519" if isinstance(key, ed25519.Ed25519PublicKey) else CURVES[key.curve.name][0]
 
 
 def _pem_of(key: PublicKey) -> bytes:

@@ -9,12 +9,13 @@ from datetime import datetime
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.x509.oid import ExtendedKeyUsageOID
-from cryptography.x509.verification import ExtensionPolicy, PolicyBuilder, Store, VerificationError
 
 from veneer.artifact.faults import quote
+from veneer.signature.algorithms import PublicKey, made, usable
 from veneer.signature.bundle import Bundle, read_bundle
+from veneer.signature.chain import ChainError, chain_to
 from veneer.signature.faults import BadSignatureError, Reason, UntrustedSignatureError
-from veneer.signature.keys import PublicKey, TrustedKey, made, public_key, usable
+from veneer.signature.keys import TrustedKey, public_key
 
 _TRUST_IT = "`veneer trust add` registers one"
 
@@ -88,7 +89,10 @@ def _by_certificate(bundle: Bundle, keys: Sequence[TrustedKey], at: datetime) ->
         raise BadSignatureError(
             Reason.UNSUPPORTED, "is by a certificate whose key is neither ECDSA on a curve of NIST nor Ed25519"
         )
-    authority = _authority_of(leaf, others, [one for one in keys if one.kind == "CERTIFICATE"], at)
+    try:
+        authority = _authority_of(leaf, others, [one for one in keys if one.kind == "CERTIFICATE"], at)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise BadSignatureError(Reason.MALFORMED, "has a certificate that cannot be read") from error
     if not can_sign:
         raise BadSignatureError(Reason.CERTIFICATE, f"is by the certificate {quote(signer)}, which is not for signing")
     _check_value(bundle, signing)
@@ -109,16 +113,11 @@ def _authority_of(
             Reason.CERTIFICATE, f"is by the certificate {subject}, and no authority is trusted; {_TRUST_IT}"
         )
     roots = {x509.load_pem_x509_certificate(one.pem.encode()): one for one in authorities}
-    # Names of hosts, which the library looks for in certificates of servers, mean nothing for who signs files.
-    policy = PolicyBuilder().store(Store(list(roots))).time(at)
-    policy = policy.extension_policies(ca_policy=ExtensionPolicy.webpki_defaults_ca(), ee_policy=ExtensionPolicy.permit_all())
     try:
-        chain = policy.build_client_verifier().verify(leaf, list(others)).chain
-    except VerificationError as error:
-        raise UntrustedSignatureError(
-            Reason.CERTIFICATE,
-            f"is by the certificate {subject}, which led to no authority that is trusted at {at:%Y-%m-%d %H:%M:%S}Z; {_TRUST_IT}",
-        ) from error
+        chain = chain_to(leaf, others, list(roots), at=at)
+    except ChainError as error:
+        fault = f"which led to no authority that is trusted at {at:%Y-%m-%d %H:%M:%S}Z: {quote(str(error))}"
+        raise UntrustedSignatureError(Reason.CERTIFICATE, f"is by the certificate {subject}, {fault}; {_TRUST_IT}") from error
     return roots[chain[-1]]
 
 
