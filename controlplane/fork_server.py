@@ -3,7 +3,7 @@
 It is started by exec with an empty environment, reads no file of a stranger, holds no secret and no connection but the socket to
 its parent, and stays on one thread. So every child begins as the same clean copy, and nothing of one upload reaches the next.
 
-On its standard input, a socket, come orders: one byte, with four descriptors beside it: configuration, weights, the pipe for the
+On its standard input, a socket, come orders: one byte, with four descriptors beside it: configuration, weights, a socket for the
 report, and a link. The child reads what it is to do from the link, a line of JSON, and gives the link up before it locks itself
 in. The server answers on the link with the child's status as text when that has ended, and ends the child when the other side of
 the link goes away; a parent that dies thus takes all children with it. When no more orders can come, the server goes after its
@@ -86,14 +86,14 @@ class _Server:
             self._poll.unregister(self._control)
             return False
         if len(fds) == _NUM_FDS:
-            link = fds[-1]
             with contextlib.suppress(OSError):  # no room for a process: the parent sees the link close
                 server = os.getpid()
                 child = os.fork()
                 if child == 0:
                     _become(self._work, fds, server=server)
-                self._links[child] = os.dup(link)
-                self._poll.register(self._links[child], select.POLLRDHUP)
+                link = fds.pop()  # kept until the child has ended
+                self._links[child] = link
+                self._poll.register(link, select.POLLRDHUP)
         for fd in fds:
             os.close(fd)
         return True

@@ -10,7 +10,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ DEFAULT_MEMORY_BYTES = 512 << 20
 """Memory that a check may take on top of an idle interpreter's."""
 
 _MAX_MESSAGE_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
 _EXIT_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 30.0  # 0.1 s when the machine is idle; a slow start is no fault of the files
 _MAX_FORKS = 1000
@@ -131,33 +132,29 @@ class JailedChecks:
     async def _forked(self, order: str, files: list[int]) -> AsyncIterator[_Child]:
         """A child with an order and two open files; it is gone at the end of the block, whatever it does.
 
+        Each descriptor has one owner, its socket object. The event loop borrows it for one wait at a time: a transport of uvloop
+        over a pipe closes the number that its file object closes again, by then another thread's.
+
         Raises:
             UnavailableError: There is no server.
         """
         loop = asyncio.get_running_loop()
-        report, write_end = os.pipe2(os.O_CLOEXEC)
-        link, far_end = socket.socketpair()
-        link.settimeout(0)
-        reader = asyncio.StreamReader(limit=_MAX_MESSAGE_BYTES)
-        try:
-            pipe = os.fdopen(report, "rb", buffering=0)
-            transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-            server = await self._send([*files, write_end, far_end.fileno()])
-        except BaseException:
-            link.close()
-            raise
-        finally:
-            os.close(write_end)
-            far_end.close()
-        child = _Child(server, reader, link)
+        with ExitStack() as stack:
+            report, report_end = _socket_pair(stack)
+            link, link_end = _socket_pair(stack)
+            report.shutdown(socket.SHUT_WR)  # a child reads nothing there
+            server = await self._send([*files, report_end.fileno(), link_end.fileno()])
+            report_end.close()
+            link_end.close()
+            child = _Child(server, report, link)
+            stack.pop_all()
         try:
             with suppress(OSError, TimeoutError):  # a child that is gone already tells by its silence
                 async with asyncio.timeout(_START_TIMEOUT_S):
                     await loop.sock_sendall(link, order.encode() + b"\n")
             yield child
         finally:
-            transport.close()
-            await asyncio.shield(child.end())
+            await asyncio.shield(self._leave(child.end(), name="publish checks: child"))
 
     async def _send(self, fds: list[int]) -> _Server:
         """Orders a child; a server that turns out to be gone is replaced once."""
@@ -194,9 +191,14 @@ class JailedChecks:
             return
         self._server = None
         server.control.close()
-        leaving = asyncio.create_task(_gone(server.process), name="publish checks: server")
+        self._leave(_gone(server.process), name="publish checks: server")
+
+    def _leave(self, end: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
+        """Starts what ends a process, for `close` to wait for."""
+        leaving = asyncio.create_task(end, name=name)
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
+        return leaving
 
 
 @dataclass(slots=True)
@@ -241,19 +243,38 @@ async def _gone(process: asyncio.subprocess.Process) -> None:
 
 
 class _Child:
-    """A forked child as seen from here: what it writes, and how it ended.
+    """A forked child as seen from here: what it writes, and how it ended. Owns its two sockets.
 
     Attributes:
         server: What it is a copy of.
-        report: What it writes.
         status: As `os.waitstatus_to_exitcode` gives it; None while it lives, and when its server went first.
     """
 
-    def __init__(self, server: _Server, report: asyncio.StreamReader, link: socket.socket) -> None:
+    def __init__(self, server: _Server, report: socket.socket, link: socket.socket) -> None:
         self.server = server
-        self.report = report
         self.status: int | None = None
+        self._report = report
         self._link = link
+        self._unread = bytearray()
+
+    async def read_line(self) -> bytes:
+        """Reads its next line; what it has written of one, possibly nothing, if it has ended.
+
+        Raises:
+            ValueError: The line is longer than the limit.
+        """
+        loop = asyncio.get_running_loop()
+        while (end := self._unread.find(b"\n")) < 0:
+            if len(self._unread) > _MAX_MESSAGE_BYTES:
+                raise ValueError(f"a line is longer than {_MAX_MESSAGE_BYTES} bytes")
+            data = await loop.sock_recv(self._report, _READ_BYTES)
+            if not data:
+                end = len(self._unread)
+                break
+            self._unread += data
+        line = bytes(self._unread[:end])
+        del self._unread[: end + 1]
+        return line
 
     async def wait(self, timeout_s: float) -> None:
         """Waits until it has ended, or the time is up."""
@@ -265,11 +286,21 @@ class _Child:
 
     async def end(self) -> None:
         """Has it killed unless it has ended, and waits until it is gone."""
+        self._report.close()
         if self._link.fileno() >= 0:
             with suppress(OSError):
                 self._link.shutdown(socket.SHUT_WR)
             await self.wait(_EXIT_TIMEOUT_S)
             self._link.close()
+
+
+def _socket_pair(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
+    """Makes connected sockets, of which the first does not block; the stack closes both."""
+    ours, theirs = socket.socketpair()
+    stack.enter_context(ours)
+    stack.enter_context(theirs)
+    ours.settimeout(0)
+    return ours, theirs
 
 
 @contextmanager
@@ -291,11 +322,11 @@ async def _read_message(child: _Child, *, timeout_s: float) -> dict[str, Any]:
     """Reads the child's next line; empty when it has none, takes too long, or writes more than is allowed."""
     try:
         async with asyncio.timeout(timeout_s):
-            line = await child.report.readline()
+            line = await child.read_line()
         message = json.loads(line)
     except TimeoutError:
         return {"exceeded": "time"}
-    except json.JSONDecodeError:
+    except (OSError, json.JSONDecodeError):
         return {}
     except ValueError:  # the line is longer than the limit
         return {"exceeded": "answer"}

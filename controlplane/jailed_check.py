@@ -7,6 +7,7 @@ configuration is its standard input.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -32,7 +33,7 @@ def main(order: str) -> NoReturn:
     limits = Limits(**fields["limits"])
     used = resource.getrusage(resource.RUSAGE_SELF)
     bounds = Bounds(memory_bytes=fields["memory_bytes"], cpu_s=int(used.ru_utime + used.ru_stime) + fields["cpu_s"])
-    weights = os.fdopen(fields["weights_fd"], "rb", buffering=0)
+    weights = io.FileIO(fields["weights_fd"], "rb")
     try:
         confine(bounds)
     except (JailError, OSError) as error:

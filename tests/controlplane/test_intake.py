@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from controlplane.intake import JailedChecks
 from tests.fixtures.adapters import AdapterFiles, make_adapter_folder
 from veneer.artifact import ArtifactError, BaseDescription, Limits, Report, check
 from veneer.errors import UnavailableError
+
+_ROOT = Path(__file__).resolve().parents[2]
+_WITHOUT_FORK_HANDLERS = {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"}  # as the product runs where it uses uvloop
 
 
 async def _check(
@@ -283,3 +288,15 @@ async def test_the_child_sees_no_environment_and_no_site_packages(
     names, isolated = json.loads(error.value.message.partition("could not be set up: ")[2])
     assert isolated == 1
     assert set(names) <= {*intake._ENVIRONMENT, "LC_CTYPE"}
+
+
+def test_under_uvloop_no_check_closes_a_file_that_is_another_ones(tmp_path: Path, tiny_base: BaseDescription) -> None:
+    folder = make_adapter_folder(tmp_path / "adapter", tiny_base)
+    (tmp_path / "base.json").write_text(tiny_base.to_json())
+    command = [sys.executable, "-m", "tests.controlplane.checks_beside_others", str(tmp_path / "base.json"), str(folder), "400"]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, cwd=_ROOT, env=_WITHOUT_FORK_HANDLERS)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout, "nothing was seen"
+    for num_opened, num_faults in json.loads(ran.stdout):
+        assert num_opened > 1000
+        assert num_faults == 0
