@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 from veneer.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError, Violation
+from veneer.threads import in_thread
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
+_log = logging.getLogger(__name__)
 _ORDER = (CONFIG, WEIGHTS)
 _PREFIX = "veneer-publish-"
 _FRESH_S = 60.0  # an upload's folder is made and then locked: leave it the time for that
@@ -58,25 +64,20 @@ class Spool:
         self._limits = limits
         self._part_timeout_s = part_timeout_s
         self._files: dict[str, _File] = {}
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._lock = -1
+        self._path: Path | None = None
+        self._owned = ExitStack()
 
     async def __aenter__(self) -> Self:
-        try:
-            self._temporary = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self._folder)
-            self._lock = os.open(self._temporary.name, os.O_RDONLY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UnavailableError("there is no room for uploads") from error
+        with ExitStack() as stack:
+            try:
+                self._path = _make_folder(self._folder, stack)
+            except OSError as error:
+                raise UnavailableError("there is no room for uploads") from error
+            self._owned = stack.pop_all()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for file in self._files.values():
-            file.handle.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()  # unlinks two files: quick, and not to be cut short by a cancelled call
-        if self._lock >= 0:
-            os.close(self._lock)
+        self._owned.close()
 
     async def receive(self, parts: AsyncIterator[Part]) -> dict[str, Received]:
         """Takes all parts; the configuration's come before those of the weights.
@@ -94,21 +95,24 @@ class Spool:
                 raise DeadlineExceededError(f"no part of the upload came for {self._part_timeout_s:g} s") from error
             if part is None:
                 break
-            file = self._file(part)
             try:
-                await asyncio.to_thread(file.write, part.data)
+                await in_thread(partial(self._file(part).write, part.data))
             except OSError as error:
                 raise UnavailableError("there is no room for uploads") from error
         missing = [name for name in _ORDER if name not in self._files]
         if missing:
             raise InvalidArgumentError.of([Violation(name, "is missing") for name in missing])
-        return {name: await asyncio.to_thread(file.finish) for name, file in self._files.items()}
+        try:
+            return {name: await in_thread(file.finish) for name, file in self._files.items()}
+        except OSError as error:
+            raise UnavailableError("there is no room for uploads") from error
 
     def _file(self, part: Part) -> _File:
-        assert self._temporary is not None
+        assert self._path is not None
         file = self._files.get(part.file)
         if file is None:
-            file = self._files[part.file] = _File(Path(self._temporary.name) / part.file)
+            handle = self._owned.enter_context((self._path / part.file).open("xb", buffering=0))
+            file = self._files[part.file] = _File(self._path / part.file, handle)
         if part.file == CONFIG and WEIGHTS in self._files:
             raise InvalidArgumentError.of([Violation(CONFIG, "must come before the weights")])
         limit = self._limits[part.file]
@@ -142,18 +146,43 @@ def remove_abandoned(folder: Path | None) -> int:
     return removed
 
 
+def _make_folder(parent: Path | None, stack: ExitStack) -> Path:
+    """Makes the locked folder of an upload, which the stack removes."""
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        path.rmdir()
+        raise
+    stack.callback(os.close, lock)
+    stack.callback(_remove, path)  # unlinks two files, quickly, and before the lock is given up
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return path
+
+
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:  # the publish has its answer already
+        _log.warning("an upload's folder cannot be removed; the next start removes it", extra={"cause": error.strerror})
+
+
 class _File:
-    def __init__(self, path: Path) -> None:
+    """A file on its way. Its owner closes the handle; no thread may write then any more."""
+
+    def __init__(self, path: Path, handle: FileIO) -> None:
         self.path = path
         self.size_bytes = 0
-        self.handle: IO[bytes] = path.open("xb")
+        self._handle = handle
         self._hash = hashlib.sha256()
 
     def write(self, data: bytes) -> None:
-        self.handle.write(data)
+        left = memoryview(data)
+        while left:
+            left = left[self._handle.write(left) :]
         self._hash.update(data)
         self.size_bytes += len(data)
 
     def finish(self) -> Received:
-        self.handle.close()
+        self._handle.close()
         return Received(self.path, self._hash.hexdigest(), self.size_bytes)

@@ -38,10 +38,10 @@ from dataplane.transfer import (
     UnloadableVersionError,
     anywhere,
     at_once,
-    in_thread,
 )
 from veneer.artifact import Artifact, ArtifactError, BaseDescription, BaseWeights, Limits, check
 from veneer.errors import UnavailableError, VeneerError
+from veneer.threads import in_thread
 
 _log = logging.getLogger(__name__)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})

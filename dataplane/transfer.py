@@ -8,14 +8,13 @@ import io
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable
-from concurrent.futures import Executor
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast
+from typing import BinaryIO, Protocol, Self, cast
 
 from dataplane.blob_grants import Blob, Grant, LostFileError
 from dataplane.enrollment import NotEnrolledError
@@ -28,8 +27,8 @@ from veneer.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from veneer.threads import in_thread, to_the_end
 
-_T = TypeVar("_T")
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _IN_MEMORY_BYTES = 16 << 20
@@ -171,7 +170,7 @@ class Transfer:
         granted_s = time.monotonic()
         await room(_amount_of(grant))
         with ExitStack() as stack:
-            files = {blob.name: stack.enter_context(await self._buffer(blob)) for blob in grant.blobs}
+            files = {blob.name: await self._buffer(blob, stack) for blob in grant.blobs}
             await _all(
                 partial(self._read_file, version, grant, blob, files[blob.name], by_url=by_url, pace=pace) for blob in grant.blobs
             )
@@ -208,10 +207,12 @@ class Transfer:
             raise UnloadableVersionError("the version is larger than this node loads")
         return grant
 
-    async def _buffer(self, blob: Blob) -> BinaryIO:
+    async def _buffer(self, blob: Blob, stack: ExitStack) -> BinaryIO:
+        """Returns a place for a file's bytes, which the stack closes."""
         if blob.size_bytes <= _IN_MEMORY_BYTES:
-            return io.BytesIO()
-        return cast("BinaryIO", await in_thread(partial(tempfile.TemporaryFile, dir=self._folder)))
+            return stack.enter_context(io.BytesIO())
+        # The stack owns it before the thread is done: a caller that is cancelled meanwhile leaves nothing open.
+        return await in_thread(lambda: stack.enter_context(cast("BinaryIO", tempfile.TemporaryFile(dir=self._folder))))
 
     async def _read_file(self, version: str, grant: Grant, blob: Blob, file: BinaryIO, *, by_url: bool, pace: Pace) -> None:
         digest = hashlib.sha256()
@@ -279,31 +280,4 @@ async def _all(transfers: Iterable[Callable[[], Coroutine[None, None, None]]]) -
     finally:
         for task in tasks:
             task.cancel()
-        await _to_the_end(tasks)
-
-
-async def in_thread(work: Callable[[], _T], threads: Executor | None = None) -> _T:
-    """Runs work on another thread and returns when it has ended, even when cancelled: what it uses may be closed then.
-
-    Args:
-        work: What to do; briefly, unless there are threads for it.
-        threads: Threads for this kind of work; None for those that the process has for all that is brief.
-    """
-    call = asyncio.get_running_loop().run_in_executor(threads, work)
-    try:
-        return await asyncio.shield(call)
-    except asyncio.CancelledError:
-        await _to_the_end((call,))
-        raise
-
-
-async def _to_the_end(those: Collection[asyncio.Future[Any]]) -> None:
-    """Waits until all have ended, however often it is cancelled meanwhile."""
-    cancelled: asyncio.CancelledError | None = None
-    while not all(one.done() for one in those):
-        try:
-            await asyncio.wait(those)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
+        await to_the_end(tasks)

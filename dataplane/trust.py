@@ -7,8 +7,9 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 
 from dataplane.blob_grants import Blob, Grant
-from dataplane.transfer import Source, WithdrawnVersionError, in_thread
+from dataplane.transfer import Source, WithdrawnVersionError
 from veneer.signature import SignatureError
+from veneer.threads import in_thread
 
 _log = logging.getLogger(__name__)
 _MAX_OWNERS = 1 << 16

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import fcntl
 import os
+import resource
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from controlplane import spool as spools
 from controlplane.spool import CONFIG, WEIGHTS, Part, Spool, remove_abandoned
+from veneer.errors import UnavailableError
 
 _LIMITS = {CONFIG: 100, WEIGHTS: 100}
 # Ends as a kill would: no block is left, nothing is cleaned up.
@@ -52,6 +60,106 @@ def test_a_folder_that_was_just_made_is_left_the_time_to_be_locked(tmp_path: Pat
     (tmp_path / "veneer-publish-new").mkdir()
     assert remove_abandoned(tmp_path) == 0
     assert remove_abandoned(tmp_path / "absent") == 0
+
+
+def test_a_folder_that_cannot_be_locked_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = _open_files()
+    with pytest.raises(UnavailableError):
+        asyncio.run(Spool(tmp_path, _LIMITS, part_timeout_s=1).__aenter__())
+    assert list(tmp_path.iterdir()) == []
+    assert _open_files() == before
+
+
+async def test_a_folder_for_which_there_is_no_descriptor_leaves_nothing(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))  # no descriptor is free
+    try:
+        with pytest.raises(UnavailableError):
+            await Spool(tmp_path, _LIMITS, part_timeout_s=1).__aenter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_folder_that_cannot_be_removed_is_told_and_its_lock_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "input/output error")
+
+    before = _open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        async with Spool(tmp_path, _LIMITS, part_timeout_s=1):
+            pass
+    assert "cannot be removed" in caplog.text
+    assert _open_files() == before
+    [left] = tmp_path.iterdir()
+    os.utime(left, (0, 0))
+    assert remove_abandoned(tmp_path) == 1
+
+
+async def test_a_block_that_ends_twice_closes_nothing_of_others(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, _LIMITS, part_timeout_s=1)
+    async with spool:
+        await spool.receive(_parts())
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]  # the numbers that were just closed are among them
+    await spool.__aexit__(None, None, None)
+    for other in others:
+        os.close(other)
+
+
+async def test_a_file_is_closed_after_the_last_byte_when_its_upload_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, begun, go = spools._File.write, threading.Event(), threading.Event()
+    written: list[bytes] = []
+
+    def slow(self: spools._File, data: bytes) -> None:
+        begun.set()
+        go.wait(30)
+        write(self, data)  # raises if the file was closed meanwhile
+        written.append(data)
+
+    monkeypatch.setattr(spools._File, "write", slow)
+
+    async def upload() -> None:
+        async with Spool(tmp_path, _LIMITS, part_timeout_s=60) as spool:
+            await spool.receive(_parts())
+
+    task = asyncio.create_task(upload())
+    await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not task.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert written == [b"{}"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["write", "finish"])
+async def test_a_disk_that_is_full_at_any_step_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(spools._File, step, refuse)
+    with pytest.raises(UnavailableError, match="no room"):
+        async with Spool(tmp_path, _LIMITS, part_timeout_s=1) as spool:
+            await spool.receive(_parts())
+    assert list(tmp_path.iterdir()) == []
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def _parts() -> AsyncIterator[Part]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
 from dataplane import transfer as transfer_module
 from dataplane.load_room import Amount
 from dataplane.signed_urls import SignedReads
-from dataplane.transfer import CorruptVersionError, Transfer, TransferLimits, WithdrawnVersionError, in_thread
+from dataplane.transfer import CorruptVersionError, Transfer, TransferLimits, WithdrawnVersionError
 from tests.dataplane.doubles import FolderSource, until
 from tests.fixtures.adapters import make_adapter_folder
 from veneer.artifact import BaseDescription
@@ -117,23 +119,24 @@ async def test_a_version_whose_bytes_may_not_be_read_is_one_that_may_not_be_serv
         await reading(source, tmp_path).read(source.version, by_url=True)
 
 
-@pytest.mark.parametrize("num_cancels", [1, 3])
-async def test_work_on_a_thread_has_ended_when_its_caller_was_cancelled(num_cancels: int) -> None:
-    begun, go = threading.Event(), threading.Event()
-    ended: list[bool] = []
+async def test_a_read_that_is_cancelled_while_its_file_is_made_leaves_none_open(
+    source: FolderSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, begun, go = tempfile.TemporaryFile, threading.Event(), threading.Event()
+    made: list[IO[bytes]] = []
 
-    def work() -> None:
+    def slowly(**kwargs: Any) -> IO[bytes]:
         begun.set()
-        ended.append(go.wait(60))
+        go.wait(60)
+        made.append(make(**kwargs))
+        return made[0]
 
-    task = asyncio.create_task(in_thread(work))
+    monkeypatch.setattr(transfer_module, "_IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(tempfile, "TemporaryFile", slowly)
+    task = asyncio.create_task(reading(source, tmp_path).read(source.version, by_url=False))
     await asyncio.to_thread(begun.wait, 60)
-    for _ in range(num_cancels):
-        task.cancel()
-        for _ in range(5):
-            await asyncio.sleep(0)
-    assert not task.done()
+    task.cancel()
     go.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert ended == [True]
+    assert [file.closed for file in made] == [True]
