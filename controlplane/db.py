@@ -6,7 +6,7 @@ import asyncio
 import copy
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -137,12 +137,12 @@ class Database:
         _, address = self.app.dialect.create_connect_args(self._settings.role_url(role))
         with translated():
             connection = await psycopg.AsyncConnection.connect(autocommit=True, **address, **_connect_args(self._settings, role))
-            pipeline = Pipeline(connection)
-            try:
+            async with AsyncExitStack() as stack:
+                stack.push_async_callback(connection.close)
+                pipeline = Pipeline(connection)
+                stack.push_async_callback(pipeline.close)
                 await pipeline.prepare(*statements)
-            except BaseException:
-                await pipeline.close()
-                raise
+                stack.pop_all()
         return pipeline
 
     def lines(self, role: str, *statements: Statement) -> Lines:

@@ -7,6 +7,8 @@ once, its parameters go out in binary form, and what came is read when the socke
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from typing import Any, Final
 import psycopg
 from psycopg.adapt import Transformer
 from psycopg.errors import error_from_result
-from psycopg.pq import ExecStatus
+from psycopg.pq import ConnStatus, ExecStatus
 from psycopg.pq.abc import PGresult
 
 Rows = list[tuple[Any, ...]]
@@ -57,8 +59,10 @@ class Pipeline:
         self._transactions: deque[_Transaction] = deque()
         self._types = Transformer(connection)
         self._loop = asyncio.get_running_loop()
-        self._socket = self._pgconn.socket
         self._pgconn.enter_pipeline_mode()
+        # A duplicate, which this object closes: libpq closes its own socket when a connection is lost, and the event loop would
+        # go on watching a number that is another file's by then.
+        self._socket = socket.socket(fileno=os.dup(self._pgconn.socket))
         self._loop.add_reader(self._socket, self._read)
 
     @property
@@ -140,6 +144,8 @@ class Pipeline:
                 elif is_end:
                     break
                 is_end = result is None
+            if self._pgconn.status != ConnStatus.OK:  # what came was no answer of a database: libpq gave the connection up
+                raise psycopg.OperationalError("the connection was lost")
         except psycopg.Error as error:
             self._fail(error)
 
@@ -164,6 +170,7 @@ class Pipeline:
         self.is_open = False
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
+        self._socket.close()
         while self._transactions:
             answer = self._transactions.popleft().answer
             if not answer.done():

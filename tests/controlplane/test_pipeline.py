@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import psycopg
 import pytest
+from sqlalchemy.engine import make_url
 
 from controlplane.db import Database
 from controlplane.pipeline import Pipeline, Statement
@@ -95,3 +97,60 @@ async def test_a_database_that_is_away_is_unavailable(settings: Settings) -> Non
     with pytest.raises(UnavailableError):
         await database.open(APP_ROLE, ECHO)
     await database.close()
+
+
+async def test_a_connection_that_libpq_gives_up_fails_at_once_and_leaves_nothing_watched(settings: Settings) -> None:
+    inject = asyncio.Event()
+    async with _relay(settings, inject) as port:
+        there = settings.model_copy(update={"database_url": _through(settings, port)})
+        database = Database(there)
+        pipeline = await database.open(APP_ROLE, ECHO, SLEEP)
+        watched = pipeline._socket
+        waiting = asyncio.create_task(pipeline.ask((SLEEP, [])))
+        inject.set()
+        async with asyncio.timeout(20):
+            with pytest.raises(psycopg.OperationalError):
+                await waiting
+        assert not pipeline.is_open
+        assert watched.fileno() == -1
+        await pipeline.close()
+        await database.close()
+
+
+def _through(settings: Settings, port: int) -> str:
+    """The database's address with another port on this machine."""
+    url = make_url(settings.database_url).set(host="127.0.0.1", port=port)
+    return url.difference_update_query(["host", "port"]).render_as_string(hide_password=False)
+
+
+@asynccontextmanager
+async def _relay(settings: Settings, inject: asyncio.Event) -> AsyncIterator[int]:
+    """Passes bytes on between clients and the database, until it sends a client what is no message of a database's."""
+    url = make_url(settings.database_url)
+    host, port = str(url.query.get("host") or url.host), int(str(url.query.get("port") or url.port or 5432))
+    tasks, writers = set[asyncio.Task[None]](), list[asyncio.StreamWriter]()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+
+    async def garble(writer: asyncio.StreamWriter) -> None:
+        await inject.wait()
+        writer.write(bytes(64))
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if host.startswith("/"):
+            theirs, ours = await asyncio.open_unix_connection(f"{host}/.s.PGSQL.{port}")
+        else:
+            theirs, ours = await asyncio.open_connection(host, port)
+        writers.extend((writer, ours))
+        tasks.update(map(asyncio.create_task, (pump(reader, ours), pump(theirs, writer), garble(writer))))
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in writers:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
