@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from controlplane.settings import PREFIX, Settings
+from veneer.private_files import open_private
 from veneer.settings import SettingError, check_file
 
 SECRET_PREFIX = "vnr_"
@@ -107,17 +108,16 @@ def ensure_secret_file(path: Path, make: Callable[[], str] = _random) -> bool:
     if path.exists():
         return False
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(make())
+        with open_private(part, "xb") as file:
+            file.write(make().encode())
             file.flush()
             os.fsync(file.fileno())
         os.link(part, path)
     except FileExistsError:
         return False
     finally:
-        part.unlink()
+        part.unlink(missing_ok=True)
     return True
 
 

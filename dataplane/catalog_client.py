@@ -37,6 +37,7 @@ from veneer.errors import (
     UnavailableError,
     VeneerError,
 )
+from veneer.private_files import open_private
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -287,12 +288,15 @@ class CatalogClient:
         text = json.dumps({"secret": secret, "base_digest": self._base_digest})
         key_file.parent.mkdir(parents=True, exist_ok=True)
         part = key_file.with_name(f"{key_file.name}.{secrets.token_hex(4)}")
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(key_file)
+        try:
+            with open_private(part, "xb") as file:
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(key_file)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
 
     async def _about_a_key(self, call: Awaitable[_T]) -> _T:
         """Awaits a call that names a caller's key, which UNAUTHENTICATED may be about as well as about the node's own."""

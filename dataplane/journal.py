@@ -10,17 +10,22 @@ end of an older one. A line that does not read though others follow has its numb
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 import os
 import secrets
+import threading
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
 from dataplane.usage import Use
+from veneer.private_files import open_private
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".journal"
@@ -60,6 +65,7 @@ class Journal:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(folder)
         self.path, self._file = _made(folder)
+        self._closing = threading.Lock()  # a descriptor is not closed while another thread uses its number
         self.size_bytes = 0
         self._last_request = 0
         self._running: set[int] = set()
@@ -93,19 +99,23 @@ class Journal:
         self._write(_line(use, request))
 
     def _write(self, line: bytes) -> None:
-        if os.write(self._file, line) != len(line):
-            os.ftruncate(self._file, self.size_bytes)
+        if self._file.closed:
+            raise OSError(errno.EBADF, "the journal is closed")
+        if self._file.write(line) != len(line):
+            self._file.truncate(self.size_bytes)
             raise OSError("the journal's disk is full")
         self.size_bytes += len(line)
 
     def sync(self) -> None:
-        """Waits until all that was added is on disk."""
-        os.fsync(self._file)
+        """Waits until all that was added is on disk; does nothing once the journal is closed."""
+        with self._closing:
+            if not self._file.closed:
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Ends the journal."""
-        os.close(self._file)
-        self._file = -1
+        """Ends the journal, after a `sync` that runs; again does nothing."""
+        with self._closing:
+            self._file.close()
 
 
 class Entry:
@@ -170,8 +180,7 @@ def sent(folder: Path) -> list[Path]:
 
 def set_aside(path: Path, number: int, lines: Iterable[bytes]) -> None:
     """Keeps lines of a journal, from around the record with this number, where nobody reads them; again changes nothing."""
-    descriptor = os.open(path.with_name(f"{name_of(path)}-{number}.refused"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    with open_private(path.with_name(f"{name_of(path)}-{number}.refused"), "wb") as file:
         file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
@@ -213,19 +222,24 @@ def rest(path: Path, offset: int) -> bytes:
         return file.read()
 
 
-def _made(folder: Path) -> tuple[Path, int]:
+def _made(folder: Path) -> tuple[Path, FileIO]:
     """Makes a journal; returns where it lies, and the file, locked until the process ends."""
     while True:
         path = folder / f"{secrets.token_hex(16)}{_SUFFIX}"
         made = path.with_suffix(_MADE)
-        file = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            made.rename(path)  # not before it is locked: to another process on the folder it would be one that was left behind
-        except FileNotFoundError:  # another process swept it away before it was locked
-            os.close(file)
-        else:
+        with ExitStack() as stack:
+            file = stack.enter_context(FileIO(made, "x", opener=_open_to_append))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:  # not before it is locked: to another process on the folder it would be one that was left behind
+                made.rename(path)
+            except FileNotFoundError:  # another process swept it away before it was locked
+                continue
+            stack.pop_all()
             return path, file
+
+
+def _open_to_append(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_APPEND, 0o600)
 
 
 def _sweep(folder: Path) -> None:

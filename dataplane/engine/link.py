@@ -74,7 +74,11 @@ class ProcessLink:
             raise
         finally:
             theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=_LINE_LIMIT)
+        try:
+            reader, self._writer = await asyncio.open_connection(sock=ours, limit=_LINE_LIMIT)
+        except BaseException:
+            ours.close()
+            raise
         self._writer.write(config.to_json().encode() + b"\n")
         self._reading = asyncio.create_task(self._read(reader))
 

@@ -68,17 +68,18 @@ def write_image(path: Path, image: Image) -> int:
     ).encode()
     prefix = _PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()) + header
     prefix = prefix.ljust(-(-len(prefix) // _PAGE) * _PAGE, b"\0")
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    file = tempfile.NamedTemporaryFile(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent, delete=False)  # noqa: SIM115
+    temporary = Path(file.name)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with file:
             file.write(prefix)
             file.write(image.payload.data)
             file.flush()
             written_ns = time.time_ns() - BACKDATED_NS
             os.utime(file.fileno(), ns=(written_ns, written_ns))
-        Path(temporary).rename(path)
+        temporary.rename(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return len(prefix) + image.num_bytes
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
+import threading
 import zlib
 from pathlib import Path
 
@@ -174,3 +177,49 @@ def test_a_journal_that_is_swept_away_before_it_is_locked_is_made_again(tmp_path
     assert journals.read(journal.path, 0, max_records=9)[0]
     for one in (journal, *others):
         one.close()
+
+
+def test_a_journal_that_is_closed_takes_nothing_and_closes_nothing_of_others(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.add(use(1))
+    journal.close()
+    with (tmp_path / "another").open("xb") as other:  # has the journal's number by now
+        journal.close()
+        journal.sync()
+        with pytest.raises(OSError, match="closed"):
+            journal.add(use(2))
+        other.write(b"its own")
+    assert (tmp_path / "another").read_bytes() == b"its own"
+
+
+def test_a_journal_is_not_closed_while_another_thread_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    begun, go, valid = threading.Event(), threading.Event(), list[bool]()
+
+    def wait(descriptor: int) -> None:
+        begun.set()
+        go.wait(30)
+        valid.append(os.fstat(descriptor).st_ino == journal.path.stat().st_ino)
+
+    monkeypatch.setattr(os, "fsync", wait)
+    syncing = threading.Thread(target=journal.sync)
+    syncing.start()
+    begun.wait(30)
+    closing = threading.Thread(target=journal.close)
+    closing.start()
+    go.set()
+    syncing.join()
+    closing.join()
+    assert valid == [True]
+
+
+def test_a_journal_that_cannot_be_locked_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    Journal(tmp_path).close()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="no locks"):
+        Journal(tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -24,9 +24,10 @@ class Source:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         try:
-            self._fd: int | None = file.fileno()
+            file.fileno()
+            self._has_descriptor = True
         except (UnsupportedOperation, AttributeError):
-            self._fd = None
+            self._has_descriptor = False
         # Not by fstat: some C libraries make it a call that takes a path, which the jail of the publish check refuses.
         position = file.tell()
         self.size_bytes = file.seek(0, os.SEEK_END)
@@ -37,14 +38,16 @@ class Source:
 
         Raises:
             DataLossError: The file ends before them.
+            ValueError: The file was closed: its number may be another file's by now.
         """
-        if self._fd is None:
+        if not self._has_descriptor:
             self._file.seek(offset)
             data = self._file.read(size_bytes)
         else:
-            data = os.pread(self._fd, size_bytes, offset)
+            descriptor = self._file.fileno()
+            data = os.pread(descriptor, size_bytes, offset)
             while 0 < len(data) < size_bytes:  # a single read gives at most 2 GiB, and fewer when a signal comes
-                more = os.pread(self._fd, size_bytes - len(data), offset + len(data))
+                more = os.pread(descriptor, size_bytes - len(data), offset + len(data))
                 if not more:
                     break
                 data += more
