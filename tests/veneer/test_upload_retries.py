@@ -28,7 +28,7 @@ async def main():
     async with client.Client(control=sys.argv[1]) as caller:
         for _ in range(3):
             try:
-                await caller.publish(Path(sys.argv[2]), adapter="tone", base="smol", timeout_s=20.0)
+                await caller.publish(Path(sys.argv[2]), adapter="tone", base="smol", timeout_s=60.0)
             except UnavailableError:
                 print("away")
 
