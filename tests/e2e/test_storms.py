@@ -137,7 +137,8 @@ async def test_an_engine_that_dies_while_versions_load_ends_their_requests_and_l
 
 def _num_loads(stack: LocalStack, version: str) -> int:
     """How often the data plane fetched a version, by its log: figures count what other tests left to be loaded too."""
-    lines = map(json.loads, stack.data_plane.process.log.read_text().splitlines())
+    log = stack.data_plane.process.log.read_text().splitlines()
+    lines = [json.loads(line) for line in log if line.startswith("{")]
     return sum(line["message"] == "a version was loaded from the store" and line["version"] == version for line in lines)
 
 
