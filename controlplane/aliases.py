@@ -20,7 +20,7 @@ from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import Database, Scope
 from controlplane.signatures import why_untrusted
 from controlplane.splits import Assignment, assign, consecutive
-from veneer.errors import AbortedError, FailedPreconditionError, InvalidArgumentError, NotFoundError, Violation
+from veneer.errors import ALIAS_MOVED, AbortedError, FailedPreconditionError, InvalidArgumentError, NotFoundError, Violation
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 _WHOLE = 1
@@ -43,6 +43,12 @@ def check_alias_name(name: str, *, field: str = "alias") -> None:
     if _NAME.fullmatch(name) is None:
         text = "must be 1 to 63 of lower-case letters, digits, '.', '_' and hyphens that begins and ends with a letter or digit"
         raise InvalidArgumentError.of([Violation(field, text)])
+
+
+class AliasMovedError(AbortedError):
+    """The alias is at another generation than its caller saw."""
+
+    kind = ALIAS_MOVED
 
 
 class Aliases:
@@ -289,11 +295,11 @@ def compare_generation(present: Alias | None, expected_generation: int | None) -
     """Refuses an alias that has moved since its caller saw it.
 
     Raises:
-        AbortedError: It is at another generation than the one expected.
+        AliasMovedError: It is at another generation than the one expected.
     """
     generation = 0 if present is None else present.generation
     if expected_generation is not None and expected_generation != generation:
-        raise AbortedError(f"the alias is at generation {generation}, not {expected_generation}; read it again")
+        raise AliasMovedError(f"the alias is at generation {generation}, not {expected_generation}; read it again")
 
 
 async def check_servable(connection: AsyncConnection, owner: str, adapter: str, digests: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ from controlplane.spool import CONFIG, WEIGHTS, Part, Spool
 from controlplane.stored_quotas import check_stored
 from veneer.artifact import BaseDescription, Limits, Report
 from veneer.errors import (
+    CONTENT_EXISTS,
     AbortedError,
     AlreadyExistsError,
     DeadlineExceededError,
@@ -41,6 +42,12 @@ from veneer.errors import (
 from veneer.signature import SignatureReport
 
 _Key = TypeVar("_Key")
+
+
+class KnownContentError(AlreadyExistsError):
+    """The owner has a version with these files already, of this adapter or of another."""
+
+    kind = CONTENT_EXISTS
 
 
 class Check(Protocol):
@@ -99,7 +106,7 @@ class Publisher:
             InvalidArgumentError: The upload, the adapter or its signature is at fault, or the request_id is another one's.
             FailedPreconditionError: The owner trusts nobody who signed it, or requires a signature and there is none.
             NotFoundError: There is no such base.
-            AlreadyExistsError: The owner has published this content under another request_id.
+            KnownContentError: The owner has published this content under another request_id.
             ResourceExhaustedError: The owner's quota of adapters or bytes does not allow it, or too many wait for probes.
             AbortedError: The same request_id is being published by another process; try again.
             UnavailableError: Database, store or jail are away.
@@ -208,7 +215,7 @@ class Publisher:
         """The version, and whether this upload became it rather than one of another process."""
         owner, order = draft.owner, draft.order
         refusals = {
-            "pk_versions": AlreadyExistsError(f"this content was published already as version {draft.digest}"),
+            "pk_versions": KnownContentError(f"this content was published already as version {draft.digest}"),
             **RACED,
         }
         async with self._database.transaction(Scope.of_tenant(owner), refusals=refusals) as connection:
@@ -300,7 +307,7 @@ async def _refuse_known(connection: AsyncConnection, draft: Draft) -> None:
     query = select(columns.adapter, columns.number).where(columns.tenant == draft.owner, columns.digest == draft.digest)
     row = (await connection.execute(query)).one_or_none()
     if row is not None:
-        raise AlreadyExistsError(f"this content is version {row.number} of adapter {row.adapter!r} already: {draft.digest}")
+        raise KnownContentError(f"this content is version {row.number} of adapter {row.adapter!r} already: {draft.digest}")
 
 
 async def _insert_version(

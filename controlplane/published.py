@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from controlplane.aliases import check_servable, compare_generation, move, present_alias
+from controlplane.aliases import AliasMovedError, check_servable, compare_generation, move, present_alias
 from controlplane.answers import (
     Request,
     alias_from_json,
@@ -99,4 +99,4 @@ def _compare(alias: Alias | None, waiting: Published) -> None:
         compare_generation(alias, waiting.generation)
     except AbortedError as error:
         kept = f"version {waiting.version.digest} is published, and was not put on it"
-        raise AbortedError(f"alias {waiting.awaits!r} moved while the version was probed; {kept}") from error
+        raise AliasMovedError(f"alias {waiting.awaits!r} moved while the version was probed; {kept}") from error

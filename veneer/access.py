@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from google.protobuf.descriptor import ServiceDescriptor
 
-from veneer.errors import PermissionDeniedError, UnauthenticatedError, VeneerError
+from veneer.errors import KEY_KIND, PermissionDeniedError, UnauthenticatedError, VeneerError
 
 Kind = Literal["tenant", "organization", "operator", "node", "enrollment", "bearer"]
 """What a credential is. `bearer` is one that is well formed and not looked up: the method itself asks whose it is."""
@@ -92,9 +92,15 @@ class Rule:
             PermissionDeniedError: The rule does not admit it.
         """
         if identity.kind not in self.kinds or _LISTENER_OF_KIND[identity.kind] != listener:
-            raise PermissionDeniedError(f"this method is not for a {identity.kind} key on the {listener} listener")
+            raise WrongKeyError(f"this method is not for a {identity.kind} key on the {listener} listener")
         if identity.kind in _WITH_ROLES and self.roles and not self.roles & identity.roles:
             raise PermissionDeniedError(f"the key needs one of the roles {', '.join(sorted(self.roles))}")
+
+
+class WrongKeyError(PermissionDeniedError):
+    """Another kind of key is needed, or another listener; no role of this one helps."""
+
+    kind = KEY_KIND
 
 
 class RuleError(VeneerError):

@@ -9,6 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+CONTENT_EXISTS = "CONTENT_EXISTS"
+"""The tenant has a version with these files already."""
+ALIAS_MOVED = "ALIAS_MOVED"
+"""The alias is at another generation than its caller saw."""
+TENANT_LIMIT = "TENANT_LIMIT"
+"""An adapter alone takes more than its tenant may on a data plane."""
+KEY_KIND = "KEY_KIND"
+"""The method is not for this kind of key on this listener."""
+ANSWERED = "ANSWERED"
+"""A plane answered that something it needs is away: the plane itself is there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Violation:
@@ -33,9 +44,12 @@ class VeneerError(Exception):
         status: Name of the gRPC status code.
         violations: Everything that is wrong with the input, if the input is at fault.
         retry_after_s: Seconds after which a retry makes sense; None when it does not, or when unknown.
+        kind: What kind of error of this status it is, where callers act differently on one; empty for all others. It travels as
+            the reason of `google.rpc.ErrorInfo`.
     """
 
     status = "INTERNAL"
+    kind = ""
 
     def __init__(self, message: str, *, violations: Sequence[Violation] = (), retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -14,6 +14,8 @@ from veneer import errors
 from veneer.errors import VeneerError, Violation
 
 _DETAILS_KEY = "grpc-status-details-bin"
+_DOMAIN = "veneer"
+"""Of `google.rpc.ErrorInfo`: whose reasons they are."""
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 # A gRPC client refuses trailers above 8 KiB unless told otherwise, and then shows none of them. The message travels twice (once
@@ -51,11 +53,14 @@ def message_of(error: VeneerError) -> str:
 
 
 def trailers_of(error: VeneerError) -> tuple[tuple[str, str | bytes], ...]:
-    """Trailing metadata: `google.rpc.Status` with BadRequest or QuotaFailure, RetryInfo, and the pushback that clients obey."""
-    if not error.violations and error.retry_after_s is None:
+    """Trailing metadata: `google.rpc.Status` with its details, and the pushback that gRPC clients obey."""
+    kind = error.kind or (errors.ANSWERED if isinstance(error, errors.UnavailableError) else "")
+    if not error.violations and error.retry_after_s is None and not kind:
         return ()
     status = status_pb2.Status(code=code_of(error).value[0], message=message_of(error))
     trailers: list[tuple[str, str | bytes]] = []
+    if kind:
+        status.details.add().Pack(error_details_pb2.ErrorInfo(reason=kind, domain=_DOMAIN))
     if error.violations:
         detail = _quota_failure if isinstance(error, errors.ResourceExhaustedError) else _bad_request
         status.details.add().Pack(detail(error.violations))
@@ -76,11 +81,13 @@ def error_of(call: grpc.aio.AioRpcError) -> VeneerError:
     code, message = call.code(), call.details() or ""
     violations: list[Violation] = []
     retry_after_s = None
+    kind = ""
     for any_detail in _status(call).details:
-        bad_request, retry, quota = (
+        bad_request, retry, quota, info = (
             error_details_pb2.BadRequest(),
             error_details_pb2.RetryInfo(),
             error_details_pb2.QuotaFailure(),
+            error_details_pb2.ErrorInfo(),
         )
         if any_detail.Unpack(bad_request):
             violations += [Violation(one.field, one.description) for one in bad_request.field_violations]
@@ -88,8 +95,12 @@ def error_of(call: grpc.aio.AioRpcError) -> VeneerError:
             violations += [Violation(one.subject, one.description) for one in quota.violations]
         elif any_detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
+        elif any_detail.Unpack(info) and info.domain == _DOMAIN:
+            kind = info.reason
     family = _FAMILIES.get(code.name)
     error = (family or VeneerError)(message or code.name, violations=violations, retry_after_s=retry_after_s)
+    if kind:
+        error.kind = kind
     if family is None:
         error.status = code.name
     return error

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dataplane.lora.units import Extent
-from veneer.errors import FailedPreconditionError
+from veneer.errors import TENANT_LIMIT, FailedPreconditionError
 
 Place = Literal["host", "loading", "device"]
 
@@ -17,6 +17,8 @@ Reason = Literal["room", "yield", "unload"]
 
 class TenantLimitError(FailedPreconditionError):
     """An adapter is larger than a limit of the tenant that asks for it allows: nothing is wrong with it, others may have it."""
+
+    kind = TENANT_LIMIT
 
 
 @dataclass(frozen=True, slots=True)

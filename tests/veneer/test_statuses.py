@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
 from veneer import errors
-from veneer.errors import InvalidArgumentError, UnavailableError, VeneerError, Violation
+from veneer.errors import ANSWERED, AlreadyExistsError, InvalidArgumentError, UnavailableError, VeneerError, Violation
 from veneer.statuses import code_of, error_of, message_of, trailers_of
 
 FAMILIES = [
@@ -51,7 +52,22 @@ def test_what_does_not_fit_is_counted() -> None:
 
 def test_a_retry_delay_is_also_a_pushback_for_grpc() -> None:
     assert ("grpc-retry-pushback-ms", "1500") in trailers_of(UnavailableError("busy", retry_after_s=1.5))
-    assert trailers_of(UnavailableError("busy")) == ()
+    assert "grpc-retry-pushback-ms" not in dict(trailers_of(UnavailableError("busy")))
+
+
+def test_a_kind_arrives_and_an_answer_is_told_from_a_connection_that_fails() -> None:
+    class KnownError(AlreadyExistsError):
+        kind = "KNOWN"
+
+    assert travel(KnownError("because")).kind == "KNOWN"
+    assert travel(AlreadyExistsError("because")).kind == ""
+    assert travel(UnavailableError("busy")).kind == ANSWERED
+    empty = grpc.aio.Metadata()
+    assert error_of(grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, "failed to connect")).kind == ""
+    strange = status_pb2.Status(code=14)
+    strange.details.add().Pack(error_details_pb2.ErrorInfo(reason="KNOWN", domain="proxy"))
+    trailers = grpc.aio.Metadata(("grpc-status-details-bin", strange.SerializeToString()))
+    assert error_of(grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, trailers, "")).kind == ""
 
 
 def test_a_code_without_a_family_names_itself() -> None:

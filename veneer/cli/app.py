@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -133,12 +134,23 @@ app.add_typer(trust.trust, name="trust", help="Whose signatures of adapters hold
 app.add_typer(tenants.grants, name="grant", help="Which other tenants may use an adapter.")
 
 
+def _command(arguments: Sequence[str]) -> str:
+    """The first word of a command line that is a command; options before it take a value each."""
+    words = iter(arguments)
+    for word in words:
+        if not word.startswith("-"):
+            return word
+        if "=" not in word:
+            next(words, None)
+    return ""
+
+
 def main() -> None:
     """Runs the command; the exit status is 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C."""
     try:
         app(prog_name="veneer")  # what a shell completes, however the command was started
     except VeneerError as error:
-        print_error(error)
+        print_error(error, command=_command(sys.argv[1:]))
         sys.exit(1)
     except OSError as error:
         print_fault(f"{error.filename}: {error.strerror}" if error.filename else str(error))

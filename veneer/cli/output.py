@@ -16,37 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from veneer.cli.hints import hint_for
 from veneer.errors import VeneerError
 
-_HINTS = {
-    "UNAUTHENTICATED": (
-        "Check the key: --key or VENEER_API_KEY for tenants, --org-key or VENEER_ORG_KEY for organisations,"
-        " --operator-key or VENEER_OPERATOR_KEY for operators."
-    ),
-    "PERMISSION_DENIED": "The key lacks a role. `veneer key list` shows its roles; an owner or operator can create another key.",
-    "UNAVAILABLE": (
-        "Is it running? `veneer status` tells, `veneer up` starts it here, --control and --data name others;"
-        " --ca turns on TLS, which both sides must have."
-    ),
-    "UNIMPLEMENTED": (
-        "Another listener, or another release, answers there: check --control, --data, --control-operators, --data-operators."
-    ),
-    "ABORTED": "Somebody else moved it first. Look again and repeat.",
-    "NOT_FOUND": (
-        "`veneer adapters` lists what your tenant has, `veneer grant list` what others share with it,"
-        " `veneer tenant list` an organisation's tenants."
-    ),
-    "ALREADY_EXISTS": "`veneer adapters`, `veneer versions` and `list` show what there is; choose another name, or use that.",
-    "FAILED_PRECONDITION": "`veneer adapters` and `veneer versions ADAPTER` show how things stand; put that right and repeat.",
-    "RESOURCE_EXHAUSTED": (
-        "Wait and repeat; if it stays, an operator can raise it: `veneer tenant limit`, `veneer tenant quota`,"
-        " `veneer org quota`."
-    ),
-    "DEADLINE_EXCEEDED": "It took longer than it may. `veneer status` shows the load; repeat, or give it more time.",
-    "DATA_LOSS": "The stored files are damaged. Publish the adapter again, under a new version.",
-    "INTERNAL": "That is a fault of the service. Its log names the request; repeat, and tell its operator if it stays.",
-    "INVALID_ARGUMENT": "Mend that and repeat; `--help` after the command says what it takes.",
-}
 _WITHOUT_CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 _WIDTH_IN_PIPES = 160
@@ -99,8 +71,13 @@ def stream(text: str) -> None:
     sys.stdout.flush()
 
 
-def print_error(error: VeneerError) -> None:
-    """Prints what went wrong, everything that is wrong with the input, and what to do."""
+def print_error(error: VeneerError, *, command: str = "") -> None:
+    """Prints what went wrong, everything that is wrong with the input, and what to do where its message does not say that.
+
+    Args:
+        error: What went wrong.
+        command: First word of the command that met it.
+    """
     if error.violations:
         error_console.print(f"error: {error.status}", style="bold red", markup=False, highlight=False)
         for violation in error.violations:
@@ -108,10 +85,8 @@ def print_error(error: VeneerError) -> None:
     else:
         message = f"error: {error.status}: {plain(error.message)}"
         error_console.print(message, style="bold red", markup=False, highlight=False, soft_wrap=True)
-    if error.retry_after_s is not None:
-        note(f"Try again in {error.retry_after_s:g} s.")
-    elif error.status in _HINTS:
-        note(_HINTS[error.status])
+    if hint := hint_for(error, command):
+        note(hint)
 
 
 def print_fault(text: str) -> None:

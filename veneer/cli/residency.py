@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterable
 from typing import Annotated
 
 import typer
 
 from veneer.cli.nodes import Json, nodes
-from veneer.cli.output import print_json, print_json_line, print_table, say, short, size, version_name
+from veneer.cli.output import print_json, print_json_line, print_table, say, short, size, version_name, when
 from veneer.cli.target import Target
 from veneer.dataplane.v1 import admin_pb2
-from veneer.errors import NotFoundError
+from veneer.errors import FailedPreconditionError, NotFoundError
 from veneer.operator_client import OperatorClient
 
 _TIERS = {
@@ -80,6 +81,7 @@ def unload(
     version: Annotated[str, typer.Argument(help="Digest of the version, or its first characters.")],
     *,
     wait_s: Annotated[float, typer.Option("--wait", min=0, max=3600, help="Seconds to wait for running requests.")] = 60.0,
+    force: Annotated[bool, typer.Option("--force", help="A pinned version too; else it is asked about.")] = False,
     json: Json = False,
 ) -> None:
     """Let a data plane drop a version from every tier, and show what came free. Running requests end well.
@@ -90,7 +92,12 @@ def unload(
 
     async def run() -> admin_pb2.UnloadVersionResponse:
         async with target.operator() as operator:
-            return await operator.unload(await whole_digest(operator, version), wait_s=wait_s)
+            digest = await whole_digest(operator, version)
+            if not force:
+                for pin in (await operator.pins()).pins:
+                    if pin.version == digest:
+                        _confirm(pin)
+            return await operator.unload(digest, wait_s=wait_s)
 
     done = asyncio.run(run())
     if json:
@@ -107,6 +114,19 @@ def unload(
         say(f"{done.leases} requests still use {short(version)}; it goes with the last of them")
     if not done.complete:
         raise typer.Exit(1)
+
+
+def _confirm(pin: admin_pb2.Pin) -> None:
+    """Asks whether a pin may end, where there is a terminal to ask on.
+
+    Raises:
+        FailedPreconditionError: There is none, or the answer is no.
+    """
+    pinned = f"{short(pin.version)} ({version_name(pin.owner, pin.adapter, pin.number)}) is pinned until {when(pin.expire_time)}"
+    if not sys.stdin.isatty():
+        raise FailedPreconditionError(f"{pinned}: --force ends the pin and unloads it, `veneer node unpin` ends the pin alone")
+    if not typer.confirm(f"{pinned}. End the pin and unload it?", err=True):
+        raise FailedPreconditionError("nothing was unloaded, and the pin stays")
 
 
 async def whole_digest(operator: OperatorClient, version: str) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import re
 import stat
@@ -384,6 +385,65 @@ def test_a_version_is_pinned_for_a_time_and_let_go(veneer: Run, make_folder: Cal
     assert "is no longer pinned" in ok(veneer("node", "unpin", version))
     assert "was not pinned" in ok(veneer("node", "unpin", version))
     assert json.loads(ok(veneer("node", "pins", "--json"))).get("pins", []) == []
+
+
+def test_a_pinned_version_is_unloaded_by_force_or_when_its_operator_agrees(
+    veneer: Run, make_folder: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = json.loads(ok(veneer("publish", make_folder(65), "--adapter", "held", "--json")))["version"]["digest"]
+
+    def answer(text: str) -> Outcome:
+        terminal = io.StringIO(text)
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        monkeypatch.setattr("sys.stdin", terminal)
+        return veneer("node", "unload", version)
+
+    def is_pinned() -> bool:
+        return version in {one["version"] for one in json.loads(ok(veneer("node", "pins", "--json"))).get("pins", [])}
+
+    ok(veneer("node", "pin", version))
+    with monkeypatch.context() as here:
+        here.setattr("sys.stdin", io.StringIO())
+        refused = veneer("node", "unload", version)
+    assert (refused.status, "is pinned until" in refused.err, "--force" in refused.err) == (1, True, True)
+    assert "veneer versions" not in refused.err
+    declined = answer("n\n")
+    assert (declined.status, "the pin stays" in declined.err, is_pinned()) == (1, True, True)
+    assert "nothing is left" in ok(answer("y\n"))
+    assert not is_pinned()
+    ok(veneer("node", "pin", version))
+    assert json.loads(ok(veneer("node", "unload", version, "--force", "--json")))["complete"] is True
+    assert not is_pinned()
+
+
+def test_what_to_do_after_an_error_fits_the_error(
+    run: Run, veneer: Run, make_folder: Callable[[int], Path], stack: LocalStack, model_dir: Path
+) -> None:
+    folder = make_folder(66)
+    ok(veneer("publish", folder, "--adapter", "hinted"))
+    known = veneer("publish", folder, "--adapter", "renamed").err
+    assert "is version 1 of adapter 'hinted' already" in known
+    assert "Equal files are one version" in known
+    assert "choose another name" not in known
+    twice = veneer("up", "--model", model_dir).err
+    assert f"`veneer --state {stack.folder} down` stops what runs there" in twice
+    assert "veneer versions" not in twice
+    ok(veneer("tenant", "create", "narrow"))
+    ok(veneer("tenant", "limit", "narrow", "--rank-rows", 1))
+    key = ok(veneer("key", "create", "--tenant", "narrow", "--role", "owner", "--role", "publisher", "--role", "caller")).strip()
+    ok(veneer("--key", key, "publish", make_folder(67), "--adapter", "wide"))
+    limited = veneer("--key", key, "generate", "hello", "--adapter", "wide").err
+    assert "FAILED_PRECONDITION" in limited
+    assert "`veneer tenant limit`" in limited
+    moved = veneer("alias", "hinted", 1, "--expect", 7).err
+    assert "moved it first" in moved
+    assert (
+        "--operator-key" in run("--operator-key", key, "--control-operators", stack.state.control_operators, "tenant", "list").err
+    )
+    assert "`veneer tenant list`" in veneer("tenant", "quota", "absent", "--streams", 1).err
+    assert "`veneer tenant list`" in veneer("tenant", "create", "narrow").err
+    ok(veneer("tenant", "quota", "narrow", "--adapters", 1))
+    assert "`veneer tenant quota`" in veneer("--key", key, "publish", make_folder(68), "--adapter", "second").err
 
 
 def test_a_data_plane_is_let_in_by_a_token_and_turned_out(veneer: Run, stack: LocalStack, tmp_path: Path) -> None:

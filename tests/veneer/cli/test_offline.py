@@ -10,21 +10,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import typer
 
+from dataplane.lora.holdings import TenantLimitError
 from tests.fixtures.adapters import make_adapter_folder
 from tests.fixtures.signing import Signer
 from tests.veneer.cli.conftest import Run
+from veneer.access import WrongKeyError
 from veneer.artifact import BaseDescription
 from veneer.cli import stack
-from veneer.cli.app import app
+from veneer.cli.app import _command, app
 from veneer.cli.audit import changed
+from veneer.cli.hints import hint_for
 from veneer.cli.output import plain, print_error, size
 from veneer.cli.target import Target
 from veneer.client import Client
 from veneer.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
     InvalidArgumentError,
+    NotFoundError,
     ResourceExhaustedError,
     UnauthenticatedError,
     UnavailableError,
@@ -34,6 +41,7 @@ from veneer.errors import (
 from veneer.local.state import DEFAULT_STATE, StackState, write_state
 from veneer.operator_client import OperatorClient
 from veneer.organization_client import OrganizationClient
+from veneer.statuses import code_of, error_of, trailers_of
 
 KEY = "vnr_" + "k" * 43
 STATE = StackState(
@@ -246,12 +254,75 @@ def test_every_command_prints_json_for_programs() -> None:
     assert without == {"up", "down"}
 
 
-def test_every_family_of_errors_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    for family in VeneerError.__subclasses__():
-        print_error(family("something"))
-        error, _, hint = capsys.readouterr().err.partition("\n")
-        assert error == f"error: {family.status}: something"
-        assert hint.strip(), family.status
+def answered(error: VeneerError) -> VeneerError:
+    """The error as it comes from a plane."""
+    trailers = grpc.aio.Metadata(*trailers_of(error))
+    cause = grpc.aio.AioRpcError(code_of(error), grpc.aio.Metadata(), trailers, error.message)
+    found = error_of(cause)
+    found.__cause__ = cause
+    return found
+
+
+_UNSAID = {"FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS", "UNAVAILABLE"}
+"""Of these the planes' messages say what to do, but for the kinds below."""
+
+
+@pytest.mark.parametrize("family", VeneerError.__subclasses__())
+def test_an_error_of_a_plane_says_what_to_do_where_its_message_may_not(
+    capsys: pytest.CaptureFixture[str], family: type[VeneerError]
+) -> None:
+    print_error(answered(family("something")))
+    error, _, hint = capsys.readouterr().err.partition("\n")
+    assert error == f"error: {family.status}: something"
+    assert bool(hint.strip()) is (family.status not in _UNSAID), hint
+
+
+@pytest.mark.parametrize("family", [kind for kind in VeneerError.__subclasses__() if kind is not InvalidArgumentError])
+def test_an_error_of_this_program_says_by_itself_what_to_do(
+    capsys: pytest.CaptureFixture[str], family: type[VeneerError]
+) -> None:
+    print_error(family("do this"), command="publish")
+    assert capsys.readouterr().err == f"error: {family.status}: do this\n"
+
+
+def unreachable() -> VeneerError:
+    empty = grpc.aio.Metadata()
+    cause = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, "failed to connect")
+    found = error_of(cause)
+    found.__cause__ = cause
+    return found
+
+
+def quota(field: str) -> VeneerError:
+    return answered(ResourceExhaustedError("used up", violations=[Violation(field, "5 of 5")]))
+
+
+@pytest.mark.parametrize(
+    ("error", "command", "words"),
+    [
+        (unreachable(), "adapters", "`veneer up` starts it"),
+        (answered(NotFoundError("no")), "generate", "`veneer adapters`"),
+        (answered(NotFoundError("no")), "tenant", "`veneer tenant list`"),
+        (answered(NotFoundError("no")), "org", "`veneer org list`"),
+        (answered(NotFoundError("no")), "usage", "`veneer tenant list`"),
+        (answered(NotFoundError("no")), "publish", "`veneer base add`"),
+        (answered(AlreadyExistsError("no")), "base", "`veneer base list`"),
+        (answered(FailedPreconditionError("no")), "rollback", "`veneer versions ADAPTER`"),
+        (quota("quotas.max_adapters"), "publish", "`veneer tenant quota`"),
+        (quota("organization.quotas.max_adapters"), "publish", "`veneer org quota`"),
+        (quota("quotas.max_tenants"), "tenant", "`veneer org quota`"),
+        (answered(ResourceExhaustedError("no", retry_after_s=2.0)), "generate", "Try again in 2 s."),
+        (answered(TenantLimitError("no")), "generate", "`veneer tenant limit`"),
+        (answered(WrongKeyError("no")), "adapters", "Another kind of key"),
+    ],
+)
+def test_what_to_do_follows_from_error_and_command(error: VeneerError, command: str, words: str) -> None:
+    assert words in hint_for(error, command)
+
+
+def test_the_command_of_a_line_is_found_behind_its_options() -> None:
+    line = ["--state", "folder", "--key=k", "-x", "y", "tenant", "quota", "--streams", "1"]
+    assert (_command(line), _command([]), _command(["--state"])) == ("tenant", "", "")
 
 
 def test_a_file_that_cannot_be_read_is_named_without_a_traceback(run: Run, tmp_path: Path) -> None:
