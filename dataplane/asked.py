@@ -118,6 +118,12 @@ class Asked:
                 return bind_previous(self.bound.served, self.previous, self.submits[0].prompt)
         return None
 
+    def instead_of_deleted(self) -> Binding | None:
+        """What answers in place of a version that was deleted meanwhile: as where there never was such an adapter."""
+        if self.mode is not FallbackMode.ANY:
+            return None
+        return Binding(self.bound.served.by_base(FallbackReason.NOT_FOUND))
+
     def submits_for(self, bound: Binding) -> Sequence[Submit]:
         """What the engine is told when this answers."""
         if bound is self.bound:

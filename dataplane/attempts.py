@@ -9,7 +9,7 @@ from dataplane.binding import Served
 from dataplane.choices import ChoiceStreams
 from dataplane.claims import Claim, Level
 from dataplane.token_stream import Piece
-from dataplane.transfer import WithdrawnVersionError
+from dataplane.transfer import DeletedVersionError, WithdrawnVersionError
 from veneer.errors import UnavailableError, VeneerError
 
 
@@ -116,9 +116,10 @@ def refuse(claim: Claim) -> None:
     Raises:
         NotReadyError: It cannot be loaded.
         WithdrawnVersionError: It may not be served any more.
+        DeletedVersionError: There is no such version any more.
     """
     error = claim.lost or (claim.loaded.exception() if claim.loaded.done() else None)
-    if isinstance(error, WithdrawnVersionError):
+    if isinstance(error, WithdrawnVersionError | DeletedVersionError):
         raise error
     if isinstance(error, VeneerError):
         raise NotReadyError(error)

@@ -15,8 +15,10 @@ store or because the device has no room. NONE waits for the version, up to the d
 version that is neither on the device nor in host memory is UNAVAILABLE at once. A request that does not say asks for its
 tenant's default. A mode that the tenant does not allow is NONE. Foreign and unknown adapters are one row: the control plane
 answers them alike, and nothing here tells them apart. A version that was retired or quarantined after it was resolved, and
-before it was loaded, is in the row of those. The last row is no policy's matter: an adapter that tokens of the prompt activate
-gives the base's own answer where they do not occur. It is of a version that could be served; what is refused stays refused.
+before it was loaded, is in the row of those. One that was deleted meanwhile is in the row of unknown adapters, unless the node
+holds it: then the requests finish on it that were admitted before. The last row is no policy's matter: an adapter that tokens of
+the prompt activate gives the base's own answer where they do not occur. It is of a version that could be served; what is refused
+stays refused.
 """
 
 from __future__ import annotations

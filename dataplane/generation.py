@@ -34,7 +34,7 @@ from dataplane.outcomes import Outcomes
 from dataplane.resolution import Answer, Caller, Resolution, Target, TenantLimits
 from dataplane.resolve_cache import Key, ResolveCache
 from dataplane.token_stream import Piece, TokenStream
-from dataplane.transfer import WithdrawnVersionError
+from dataplane.transfer import DeletedVersionError, WithdrawnVersionError
 from veneer.access import Identity, set_identity
 from veneer.call_records import note
 from veneer.errors import ResourceExhaustedError, UnavailableError
@@ -229,17 +229,18 @@ class Generator:
         try:
             try:
                 choice, piece = await attempt.first(patience_s=asked.patience_s(self._limits.fallback_after_s))
-            except NotReadyError as not_ready:
-                instead = asked.instead()
+            except (NotReadyError, DeletedVersionError) as error:
+                cause = error.cause if isinstance(error, NotReadyError) else error
+                instead = asked.instead() if isinstance(error, NotReadyError) else asked.instead_of_deleted()
                 if instead is None:
-                    raise not_ready.cause from not_ready.cause.__cause__
-                asked.ending.could_not_load(not_ready.cause)
+                    raise cause from cause.__cause__
+                asked.ending.could_not_load(cause)
                 await attempt.close(is_expected=True)
                 attempt = self._try(asked, instead)
                 try:
                     choice, piece = await attempt.first(patience_s=None)
-                except (NotReadyError, WithdrawnVersionError):
-                    raise not_ready.cause from not_ready.cause.__cause__
+                except (NotReadyError, WithdrawnVersionError, DeletedVersionError):
+                    raise cause from cause.__cause__
             served = attempt.served
             if served.fallback is not None:
                 self._metrics.fell_back(served.fallback.value, by="base" if served.version is None else "previous")

@@ -21,7 +21,14 @@ from dataplane.lora.host_cache import TenantHostLimitError
 from dataplane.metrics import Metrics
 from dataplane.throttle import Throttle
 from dataplane.transfer import Pace, Room
-from veneer.errors import FailedPreconditionError, InternalError, ResourceExhaustedError, UnavailableError, VeneerError
+from veneer.errors import (
+    FailedPreconditionError,
+    InternalError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+    VeneerError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -323,9 +330,11 @@ class Loads:
         if not isinstance(error, VeneerError):
             _log.error("a load failed unexpectedly", extra={"version": load.version, "cause": type(error).__name__})
             error = InternalError("the version could not be loaded")
-        # Where the node, or the tenant that asked, lacks room, nothing is wrong with the version, and others may have it.
-        if not isinstance(error, ResourceExhaustedError | TenantHostLimitError):
-            self._circuits.failed(load.version, error, for_good=isinstance(error, FailedPreconditionError))
+        # Where the node, or the tenant that asked, lacks room, or the node is not enrolled any more, nothing is wrong with the
+        # version, and others may have it.
+        if not isinstance(error, ResourceExhaustedError | TenantHostLimitError | NotEnrolledError):
+            for_good = isinstance(error, FailedPreconditionError | NotFoundError)
+            self._circuits.failed(load.version, error, for_good=for_good)
         return error
 
     async def _try_on(self, load: Load, started_s: float) -> None:

@@ -19,7 +19,7 @@ from dataplane.binding import Served
 from dataplane.lora.holdings import TenantLimitError
 from dataplane.report_client import ArmOutcomes
 from dataplane.resolution import Answer, Resolution
-from dataplane.transfer import WithdrawnVersionError
+from dataplane.transfer import DeletedVersionError, WithdrawnVersionError
 from veneer.errors import VeneerError
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Arm:
 
 def is_failure(error: BaseException) -> bool:
     """Whether a request that ended so was failed by the service or the version, and not by its caller or a limit."""
-    if isinstance(error, NotLoadedYetError | WithdrawnVersionError | TenantLimitError):
+    if isinstance(error, NotLoadedYetError | WithdrawnVersionError | DeletedVersionError | TenantLimitError):
         return False
     if isinstance(error, VeneerError):
         return error.status in _FAILURES

@@ -23,7 +23,7 @@ from dataplane.loads import Fetcher, Load, LoadLimits, Loads
 from dataplane.lora.host_cache import HostCache, HostCacheFullError, Payer, TenantHostFullError, TenantHostLimitError
 from dataplane.metrics import Metrics
 from dataplane.recent import Recent
-from dataplane.transfer import WithdrawnVersionError
+from dataplane.transfer import DeletedVersionError, WithdrawnVersionError
 from dataplane.unloads import Unloads
 from veneer.errors import FailedPreconditionError, NotFoundError, VeneerError
 
@@ -86,6 +86,7 @@ class Prefetcher:
         self._staged: set[str] = set()
         self._on_device: set[str] = set()
         self._distrusted: set[str] = set()
+        self._leaving: set[str] = set()
         self._rechecks: dict[str, None] = {}
         self._recheck_asked = asyncio.Event()
 
@@ -237,7 +238,10 @@ class Prefetcher:
             load.doubted = False
             try:
                 await self._may_serve(load.version)
-            except (NotFoundError, FailedPreconditionError) as error:
+            except NotFoundError as error:
+                self._drop(load.version)
+                raise DeletedVersionError("no such adapter, alias or version") from error
+            except FailedPreconditionError as error:
                 self._drop(load.version)
                 raise WithdrawnVersionError("the version cannot be served any more") from error
             except VeneerError:  # unreachable; those who wait were admitted before
@@ -284,7 +288,10 @@ class Prefetcher:
                 del self._rechecks[version]
                 try:
                     await self._may_serve(version)
-                except (NotFoundError, FailedPreconditionError):
+                    self._leaving.discard(version)
+                except NotFoundError:
+                    self._let_finish(version)
+                except FailedPreconditionError:
                     self._drop(version)
                 except VeneerError:  # unreachable; meanwhile resolving decides who is admitted
                     self._rechecks[version] = None
@@ -323,9 +330,20 @@ class Prefetcher:
         self._distrusted.add(version)
         self._loads.ask(version, Urgency.WAITED).wanted = True
 
+    def _let_finish(self, version: str) -> None:
+        """Lets a version go that was deleted: once the last request has ended that was admitted before."""
+        if version in self._claims or version in self._running:
+            self._leaving.add(version)
+        else:
+            self._drop(version)
+
+    def _drop_if_left(self, version: str) -> None:
+        if version in self._leaving and version not in self._claims and version not in self._running:
+            self._drop(version)
+
     def _drop(self, version: str) -> None:
         """Lets a version go; requests that run keep their lease on the device copy."""
-        for held in (self._staged, self._on_device, self._distrusted):
+        for held in (self._staged, self._on_device, self._distrusted, self._leaving):
             held.discard(version)
         self._unloads.begin(version, disk_bytes=self._cache.remove(version))
         self._engine.unstage(version, drop_device=True)
@@ -356,10 +374,11 @@ class Prefetcher:
         """A request ended, or does not wait for a version any more."""
         if not claim.is_settled:
             self._take_back(version, claim, is_expected=is_expected)
-            return
-        self._running[version] -= 1
-        if not self._running[version]:
-            del self._running[version]
+        else:
+            self._running[version] -= 1
+            if not self._running[version]:
+                del self._running[version]
+        self._drop_if_left(version)
 
     def _take_back(self, version: str, claim: Claim, *, is_expected: bool) -> None:
         claims = self._claims[version]

@@ -188,6 +188,7 @@ class AdapterStore:
             CorruptVersionError: Its bytes were wrong twice; it was reported.
             UnloadableVersionError: It is for another base, or beyond what this node can load.
             WithdrawnVersionError: The control plane does not let it be served (any more).
+            DeletedVersionError: There is no such version (any more).
             HostCacheFullError: Images in use leave no room, or nobody waits for it and none is free.
             UnavailableError: Control plane or store cannot be reached.
         """

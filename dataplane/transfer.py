@@ -60,6 +60,10 @@ class WithdrawnVersionError(FailedPreconditionError):
     """The control plane does not let a version be served (any more): nothing may take its place."""
 
 
+class DeletedVersionError(NotFoundError):
+    """There is no such version any more: it was deleted after a request was bound to it."""
+
+
 class UnloadableVersionError(FailedPreconditionError):
     """A version's files are whole, but this node cannot load them."""
 
@@ -161,6 +165,7 @@ class Transfer:
             CorruptVersionError: Its bytes are wrong.
             UnloadableVersionError: It is for another base, or too large.
             WithdrawnVersionError: The control plane does not let it be served (any more).
+            DeletedVersionError: There is no such version (any more).
             LostFileError: The store has no such file, also when it was asked again after pauses, each time under a new grant.
             UnavailableError: Control plane or store cannot be reached.
             OSError: The bytes cannot be kept.
@@ -187,7 +192,9 @@ class Transfer:
             grant = await self._source.grant_blobs(version)
         except WithdrawnVersionError:  # it says why
             raise
-        except (NotFoundError, FailedPreconditionError) as error:
+        except NotFoundError as error:
+            raise DeletedVersionError("no such adapter, alias or version") from error
+        except FailedPreconditionError as error:
             raise WithdrawnVersionError("the version cannot be served any more") from error
         except PermissionDeniedError as error:  # the node's own credential, not a caller's
             raise UnavailableError("this node may not load versions any more", retry_after_s=1.0) from error

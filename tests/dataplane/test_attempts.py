@@ -11,7 +11,7 @@ import pytest
 from dataplane.binding import Served
 from dataplane.fallback import FallbackMode, FallbackReason
 from dataplane.resolution import Answer, Arm, Refusal, Resolution
-from dataplane.transfer import CorruptVersionError, WithdrawnVersionError
+from dataplane.transfer import CorruptVersionError, DeletedVersionError, WithdrawnVersionError
 from tests.dataplane.doubles import BASE, OTHER, VERSION, answer, resolution, until
 from tests.dataplane.stage import REQUEST, Stage
 from veneer.errors import UnavailableError, VeneerError
@@ -54,6 +54,8 @@ CAUSES = {
     "both away": Cause(_WITH, _AWAY, previous_load=_AWAY),
     "the one before it retired just now": Cause(_WITH, _AWAY, previous_load=WithdrawnVersionError("gone")),
     "retired just now": Cause(_WITH, WithdrawnVersionError("gone")),
+    "the one before it deleted just now": Cause(_WITH, _AWAY, previous_load=DeletedVersionError("gone")),
+    "deleted just now": Cause(_WITH, DeletedVersionError("gone")),
     "unknown": Cause(Refusal.NOT_FOUND),
     "role": Cause(Refusal.ROLE),
     "other base": Cause(Refusal.BASE_MISMATCH),
@@ -71,7 +73,7 @@ _LOST = (
     "corrupt",
     "both away",
 )
-_LOST += ("the one before it retired just now",)
+_LOST += ("the one before it retired just now", "the one before it deleted just now")
 
 
 def expected(name: str, asked: FallbackMode | None, default: FallbackMode, policy: str) -> str:
@@ -84,7 +86,7 @@ def expected(name: str, asked: FallbackMode | None, default: FallbackMode, polic
         mode = NONE
     if name == "there":
         return "itself"
-    if name == "unknown":
+    if name in ("unknown", "deleted just now"):
         return "base: not_found" if mode is ANY else "NOT_FOUND"
     if name == "role":
         return "PERMISSION_DENIED"

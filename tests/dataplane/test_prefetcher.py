@@ -11,6 +11,7 @@ import pytest
 from dataplane.attempts import NotLoadedYetError
 from dataplane.engine.messages import Unloaded
 from dataplane.lora.host_cache import TenantHostFullError, TenantHostLimitError
+from dataplane.transfer import DeletedVersionError
 from tests.dataplane.doubles import OTHER, VERSION, until
 from tests.dataplane.prefetching import THIRD, Rig, rigged
 from veneer.errors import FailedPreconditionError, NotFoundError, UnavailableError, VeneerError
@@ -179,7 +180,9 @@ async def test_an_image_that_is_lost_after_it_was_there_is_told_to_who_holds_a_c
 
 @pytest.mark.parametrize("error", [NotFoundError("gone"), FailedPreconditionError("quarantined")])
 async def test_a_version_that_may_not_be_served_any_more_is_dropped_everywhere(rig: Rig, error: VeneerError) -> None:
-    await rig.prefetcher.ensure(VERSION).loaded
+    claim = rig.prefetcher.ensure(VERSION)
+    await claim.loaded
+    claim.release()
     rig.refused[VERSION] = error
     rig.prefetcher.recheck(VERSION)
     await until(lambda: rig.engine.calls[-1][0] == "unstage")
@@ -319,3 +322,59 @@ async def test_a_tenant_reads_nothing_of_anothers_limit_that_ends_the_load_for_b
     assert "small" not in refused.value.message
     assert refused.value.retry_after_s
     assert rig.engine.calls == [("fail", VERSION, "UNAVAILABLE")]
+
+
+async def test_what_was_admitted_before_a_deletion_finishes_and_the_version_goes_with_the_last(rig: Rig) -> None:
+    first = rig.prefetcher.ensure(VERSION, "acme")
+    await first.loaded
+    second = rig.prefetcher.ensure(VERSION, "acme")
+    first.settle()
+    rig.refused[VERSION] = NotFoundError("no such version")
+    rig.prefetcher.recheck(VERSION)
+    await until(lambda: rig.asked == [VERSION])
+    await asyncio.sleep(0)
+    dropped = ("unstage", VERSION, "drop")
+    assert VERSION in rig.cache
+    assert dropped not in rig.engine.calls
+    second.settle()
+    first.release()
+    assert VERSION in rig.cache
+    second.release()
+    assert VERSION not in rig.cache
+    assert rig.engine.calls[-1] == dropped
+
+
+async def test_a_version_that_comes_back_while_its_last_requests_run_stays(rig: Rig) -> None:
+    claim = rig.prefetcher.ensure(VERSION, "acme")
+    await claim.loaded
+    rig.refused[VERSION] = NotFoundError("no such version")
+    rig.prefetcher.recheck(VERSION)
+    await until(lambda: rig.asked == [VERSION])
+    del rig.refused[VERSION]
+    rig.prefetcher.recheck(VERSION)
+    await until(lambda: rig.asked == [VERSION] * 2)
+    await asyncio.sleep(0)
+    claim.release()
+    assert VERSION in rig.cache
+
+
+async def test_a_version_that_is_deleted_while_it_is_loaded_is_not_found(rig: Rig) -> None:
+    rig.store.open.clear()
+    claim = rig.prefetcher.ensure(VERSION, "acme")
+    rig.refused[VERSION] = NotFoundError("no such version")
+    rig.prefetcher.recheck(VERSION)
+    rig.store.open.set()
+    with pytest.raises(DeletedVersionError) as caught:
+        await claim.loaded
+    assert caught.value.status == "NOT_FOUND"
+    assert VERSION not in rig.cache
+    claim.release()
+
+
+async def test_a_version_that_is_quarantined_goes_at_once(rig: Rig) -> None:
+    claim = rig.prefetcher.ensure(VERSION, "acme")
+    await claim.loaded
+    rig.refused[VERSION] = FailedPreconditionError("the version is quarantined")
+    rig.prefetcher.recheck(VERSION)
+    await until(lambda: VERSION not in rig.cache)
+    claim.release()

@@ -18,11 +18,11 @@ from dataplane.lora.host_cache import HostCache, HostCacheFullError
 from dataplane.lora.image import Image
 from dataplane.lora.image_file import open_image
 from dataplane.store import AdapterStore, StoreLimits
-from dataplane.transfer import CorruptVersionError, UnloadableVersionError, WithdrawnVersionError
+from dataplane.transfer import CorruptVersionError, DeletedVersionError, UnloadableVersionError
 from tests.dataplane.doubles import FolderSource, until
 from tests.fixtures.adapters import make_adapter_folder
 from veneer.artifact import BaseDescription, BaseWeights, Limits
-from veneer.errors import FailedPreconditionError, PermissionDeniedError, UnavailableError, VeneerError
+from veneer.errors import NotFoundError, PermissionDeniedError, UnavailableError, VeneerError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 CUT = UnavailableError("cut")
@@ -195,7 +195,7 @@ async def test_a_version_that_is_deleted_during_its_transfer_is_refused_as_such(
 
     deleted = shelf.version
     shelf.source.faults[WEIGHTS] = [delete]
-    with pytest.raises(WithdrawnVersionError):
+    with pytest.raises(DeletedVersionError):
         await shelf.store.fetch(deleted)
     assert shelf.has_left_nothing()
 
@@ -217,7 +217,7 @@ async def test_a_store_that_brings_nothing_for_too_long_is_not_asked_again(shelf
 
 
 async def test_a_version_that_may_not_be_served_any_more_is_refused(shelf: Shelf) -> None:
-    with pytest.raises(FailedPreconditionError, match="cannot be served any more"):
+    with pytest.raises(NotFoundError, match="no such adapter, alias or version"):
         await shelf.store.fetch("f" * 64)
 
 

@@ -13,7 +13,7 @@ import pytest
 from dataplane import transfer as transfer_module
 from dataplane.load_room import Amount
 from dataplane.signed_urls import SignedReads
-from dataplane.transfer import CorruptVersionError, Transfer, TransferLimits, WithdrawnVersionError
+from dataplane.transfer import CorruptVersionError, DeletedVersionError, Transfer, TransferLimits, WithdrawnVersionError
 from tests.dataplane.doubles import FolderSource, until
 from tests.fixtures.adapters import make_adapter_folder
 from veneer.artifact import BaseDescription
@@ -107,15 +107,26 @@ async def test_what_files_take_is_said_before_a_byte_is_read(
     (await task).weights.close()
 
 
-@pytest.mark.parametrize("refusal", [NotFoundError("no such version"), FailedPreconditionError("the version is retired")])
+@pytest.mark.parametrize(
+    ("refusal", "kind", "words"),
+    [
+        (NotFoundError("no such version"), DeletedVersionError, "no such adapter, alias or version"),
+        (FailedPreconditionError("the version is retired"), WithdrawnVersionError, "cannot be served any more"),
+    ],
+)
 async def test_a_version_whose_bytes_may_not_be_read_is_one_that_may_not_be_served(
-    source: FolderSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: VeneerError
+    source: FolderSource,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: VeneerError,
+    kind: type[VeneerError],
+    words: str,
 ) -> None:
     async def refuse(version: str) -> object:
         raise refusal
 
     monkeypatch.setattr(source, "grant_blobs", refuse)
-    with pytest.raises(WithdrawnVersionError, match="cannot be served any more"):
+    with pytest.raises(kind, match=words):
         await reading(source, tmp_path).read(source.version, by_url=True)
 
 
