@@ -193,7 +193,7 @@ class Generator:
             priority=min(request.priority, caller.max_priority),
         )
         async with self._admitted(answer, request.choice.n) as meter:
-            budget = await self._prompts.prepare(request.prompt, max_tokens=request.choice.max_tokens)
+            budget = await self._prompts.prepare(request.prompt, max_tokens=request.choice.max_tokens, tenant=caller.tenant)
             line.prompt(len(budget.ids))
             await meter.reserve(prompt=len(budget.ids), output=budget.max_tokens * request.choice.n)
             constraint = request.choice.constraint

@@ -21,7 +21,7 @@ from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
 from dataplane.engine.messages import State
 from dataplane.enrollment import Enrollment
-from dataplane.frontend.prompts import Prompts
+from dataplane.frontend.prompts import ChatOptions, Prompts
 from dataplane.generation import Generator, StreamLimits
 from dataplane.hints import Allowance, Hint, HintSubscriber, TenantAllowance
 from dataplane.loads import LoadLimits
@@ -104,6 +104,7 @@ class Node:
         for line in ready.plan:
             _log.info("memory plan", extra={"line": line})
         self._build_serving(base, max_context=ready.max_context, vocab_size=ready.vocab_size)
+        await self.prompts.start()
         self._run_tasks()
         return await self.server.start()
 
@@ -197,7 +198,12 @@ class Node:
             max_entries=settings.resolve_entries,
         )
         self.client.on_refused = self.resolver.forget
-        self.prompts = Prompts(settings.model_dir, max_context=max_context, vocab_size=vocab_size)
+        self.prompts = Prompts(
+            settings.model_dir,
+            max_context=max_context,
+            vocab_size=vocab_size,
+            chat=ChatOptions(num_processes=settings.render_processes, max_cpu_s=settings.max_render_s),
+        )
         self.quotas = Quotas(self.client.lease_quotas, hard_age_s=settings.t_stale_s, on_refused=self.metrics.quota_refused)
         outcomes = Outcomes()
         self.outcomes = OutcomeReporter(outcomes, self.client.reports.outcomes)

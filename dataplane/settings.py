@@ -92,6 +92,8 @@ class Settings(BaseSettings):
         stream_buffer_bytes: What may wait for one reader.
         slow_reader_s: How long that may stay full.
         fallback_after_s: How long a version may take to load before something else answers, where that may.
+        render_processes: Processes that render the base's chat template: conversations at once, of one tenant one fewer.
+        max_render_s: Processor time that the chat template may take for one conversation; beyond it the process is ended.
         listen_callers: Address for tenants; port 0 takes any.
         advertise: Address by which tenants reach this node, for those who choose among nodes; absent: `listen_callers`.
         listen_operators: Address for operators.
@@ -165,6 +167,8 @@ class Settings(BaseSettings):
     stream_buffer_bytes: Annotated[int, Field(ge=1024)] = 256 * 1024
     slow_reader_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
     fallback_after_s: Annotated[float, Field(gt=0, le=3600)] = 5.0
+    render_processes: Annotated[int, Field(ge=2, le=64)] = 2
+    max_render_s: Annotated[float, Field(ge=0.01, le=60)] = 1.0
     listen_callers: str = "127.0.0.1:7700"
     advertise: str = ""
     listen_operators: str = "127.0.0.1:7701"

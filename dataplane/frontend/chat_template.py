@@ -1,207 +1,319 @@
-"""The base model's chat template, rendered in a sandbox with limits.
+"""The base model's chat template, rendered in processes that are ended when they go beyond their limits.
 
-A template is data that came with a model: it may neither reach Python's internals nor run or grow without bound. jinja2's
-sandbox does the first. For the second every loop step is counted, every operation that can make a long string is checked before
-it is done, and only the filters and string methods that templates of chat models use are there.
+A template is a stranger's program, and a caller's contents steer it. So no rendering is done here: a few processes
+(`veneer.chat.child`) keep the compiled template and render one conversation at a time each; the event loop waits on their
+sockets. A process that goes beyond processor time, memory or length ends or is ended, and another takes its place.
+
+A tenant's renderings never take all processes, tenants go by turns, and the renderings of all tenants whose last one was ended
+share one process for a while. So a caller with contents that send the template round in circles delays itself.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Never
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
-import jinja2
-import jinja2.nodes
-import jinja2.sandbox
+from veneer.chat.process import PATIENCE_S, RenderProcess, check_sizes, describe_answer
+from veneer.chat.source import SAMPLE
+from veneer.chat.wire import PREFIX, Answer, Order, pack_messages, unpack_answer
+from veneer.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError, UnavailableError, Violation
 
-from veneer.errors import FailedPreconditionError, InvalidArgumentError, Violation
+_log = logging.getLogger(__name__)
+_REMEMBERED_S = 60.0
+_MAX_REMEMBERED = 1024
+_CHUNK_BYTES = 1 << 20
 
-_FILTERS = frozenset(
-    "abs capitalize count d default dictsort e escape first float int items join last length list lower map min max reject "
-    "rejectattr replace reverse round safe select selectattr sort string sum title tojson trim unique upper".split()
-)
-_METHODS = frozenset(
-    "strip lstrip rstrip split rsplit startswith endswith upper lower title capitalize find isdigit isalpha isspace items keys "
-    "values get index count".split()
-)
-_MAX_STEPS = 200_000
+Message = tuple[str, str]
+"""Role and content."""
 
 
 class TemplateError(FailedPreconditionError):
     """The base model's chat template cannot be used."""
 
 
-class TemplateLimitError(FailedPreconditionError):
+class TemplateLimitError(TemplateError):
     """The chat template ran or grew beyond its limits."""
 
 
-class _Budget:
-    """Loop steps and characters that one rendering may still use. Owned by that rendering."""
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as the template wrote it.
 
-    def __init__(self, steps: int, characters: int) -> None:
-        self.steps = steps
-        self.characters = characters
+    Attributes:
+        text: The prompt.
+        controls: (start, end) of each control token that the template wrote; None: all that the text has are such.
+    """
 
-    def step(self, subject: object = None) -> None:
-        """Charges one step, and more for a large subject: one for each item, one for each KiB of text."""
-        self.steps -= 1
-        if isinstance(subject, str):
-            self.steps -= len(subject) >> 10
-        elif isinstance(subject, list | tuple | dict):
-            self.steps -= len(subject)
-        if self.steps < 0:
-            raise TemplateLimitError(f"the chat template took more than {_MAX_STEPS} steps")
-
-    def grow(self, length: int) -> None:
-        """Refuses a text or list of this length if it is too long."""
-        if length > self.characters:
-            raise TemplateLimitError(f"the chat template made a text longer than {self.characters} characters")
+    text: str
+    controls: tuple[tuple[int, int], ...] | None
 
 
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Sandbox for one rendering: its budget bounds loops and strings."""
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def __init__(self, budget: _Budget) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        self._budget = budget
-        self.filters = {name: function for name, function in self.filters.items() if name in _FILTERS}
-        self.filters |= {"tojson": _to_json, "counted": self._counted, "replace": self._replace, "join": self._join}
-        self.globals = {name: self.globals[name] for name in ("namespace", "dict")} | {"range": self._range}
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        template = super()._parse(source, name, filename)
-        for loop in list(template.find_all(jinja2.nodes.For)):
-            if loop.recursive:
-                raise jinja2.TemplateSyntaxError("recursive loops are not supported", loop.lineno)
-            loop.iter = jinja2.nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno, environment=self)
-        for glue in list(template.find_all(jinja2.nodes.Concat)):
-            parts = jinja2.nodes.List(glue.nodes, lineno=glue.lineno, environment=self)
-            empty = jinja2.nodes.Const("", lineno=glue.lineno, environment=self)
-            glue.nodes = [
-                jinja2.nodes.Filter(parts, "join", [], [], None, None, lineno=glue.lineno, environment=self),
-                empty,
-            ]
-        return template
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Allows data attributes, and of built-in types only the listed methods."""
-        if isinstance(obj, str | list | dict | tuple | int | float) and callable(value) and attr not in _METHODS:
-            return False
-        return super().is_safe_attribute(obj, attr, value)
-
-    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls what a template calls; each call is a step, and a method of a long text several."""
-        self._budget.step(getattr(function, "__self__", None))
-        return super().call(context, function, *args, **kwargs)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Does an operation after a look at how long its result can get."""
-        self._budget.step(left)
-        self._budget.step(right)
-        if operator == "**" or (operator == "%" and isinstance(left, str)):
-            raise TemplateLimitError("the chat template uses powers or string formatting, which are not supported")
-        if operator == "*":
-            for one, other in ((left, right), (right, left)):
-                if isinstance(one, str | list | tuple):
-                    self._budget.grow(len(one) * int(other))
-            if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > 64:
-                raise TemplateLimitError("the chat template makes numbers beyond 64 bits")
-        if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-            self._budget.grow(len(left) + len(right))
-        return super().call_binop(context, operator, left, right)
-
-    def _range(self, *bounds: int) -> range:
-        items = range(*bounds)
-        self._budget.steps -= len(items)
-        self._budget.step()
-        return items
-
-    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
-            self._budget.step()
-            yield item
-
-    def _join(self, items: Iterable[Any], separator: Any = "", attribute: str | None = None) -> str:
-        total = 0
-        parts: list[str] = []
-        for item in items:
-            self._budget.step()
-            parts.append(str(item[attribute] if attribute else item))
-            total += len(parts[-1]) + len(str(separator))
-            self._budget.grow(total)
-        return str(separator).join(parts)
-
-    def _replace(self, value: Any, old: str, new: str) -> str:
-        text = str(value)
-        self._budget.grow(len(text) + text.count(old) * max(len(new) - len(old), 0))
-        return text.replace(old, new)
+class _EndedError(Exception):
+    """A process ended before it answered; the message says why."""
 
 
 class ChatTemplate:
-    """Renders conversations. Immutable; any thread may call it, and it belongs off the event loop.
+    """Renders conversations. Owned by the event loop.
+
+    Attributes:
+        fault: Why the template cannot be used, once it was tried; empty: it can.
 
     Args:
-        source: Template in jinja2's language.
-        variables: What the template may read beside the messages, e.g. `bos_token`.
-        max_characters: Longest prompt and longest text in between.
-
-    Raises:
-        TemplateError: The source is no template.
+        order: The template and its limits.
+        num_processes: Conversations that are rendered at the same time; at least 2.
+        max_pending: Conversations that may wait; a quarter of these from one tenant.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str], *, max_characters: int = 8 << 20) -> None:
-        self._variables = dict(variables)
-        self._max_characters = max_characters
-        try:
-            self._code = _Environment(_Budget(_MAX_STEPS, max_characters)).compile(source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise TemplateError(f"the chat template cannot be read: {error}") from error
+    def __init__(self, order: Order, *, num_processes: int = 2, max_pending: int = 1024) -> None:
+        self.fault = ""
+        self._order = order
+        self._places = _Places(num_processes, max_pending=max_pending)
+        self._processes: list[RenderProcess | None] = [None] * num_processes
+        self._was_read = False
+        self._is_closed = False
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids."""
+        return tuple(process.pid for process in self._processes if process is not None)
+
+    async def start(self) -> None:
+        """Starts all processes and renders a sample; what is wrong with the template is in `fault` and in the log."""
+        try:
+            for place in range(len(self._processes)):
+                await self._process(place)
+            await self.render(SAMPLE, tenant="")
+        except InvalidArgumentError:
+            pass  # it wants other conversations
+        except TemplateError as error:
+            _log.warning("the base cannot serve every conversation", extra={"cause": error.message})
+
+    def close(self) -> None:
+        """Ends all processes; conversations that are being rendered fail."""
+        self._is_closed = True
+        for place, process in enumerate(self._processes):
+            if process is None:
+                continue
+            if self._places.is_taken(place):
+                process.kill()  # the rendering sees its link break off, and closes it
+            else:
+                process.end()
+                self._processes[place] = None
+
+    async def render(self, messages: Sequence[Message], *, tenant: str) -> RenderedChat:
         """Returns the prompt, ending where the assistant speaks.
 
         Raises:
             InvalidArgumentError: The template refuses the conversation, e.g. for its order of roles.
             TemplateLimitError: It ran or grew beyond its limits.
-            TemplateError: It does something that is not allowed or not there.
+            TemplateError: It cannot be used, or does something that is not allowed or not there.
+            ResourceExhaustedError: Too many conversations wait.
+            UnavailableError: No process could be started, or the node stops.
         """
-        budget = _Budget(_MAX_STEPS, self._max_characters)
-        parts: list[str] = []
-        length = 0
+        self._check()
+        place = await self._places.take(tenant)
+        # A process in the midst of a rendering is of no use to others, so the rendering goes on when its caller leaves.
+        work = asyncio.create_task(self._render_at(place, messages, tenant), name="render-chat")
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also when the caller left
+        return await asyncio.shield(work)
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise UnavailableError("the node stops")
+        if self.fault:
+            raise TemplateError(f"the base model's chat template cannot be used: {self.fault}; send a text or token ids")
+
+    async def _render_at(self, place: int, messages: Sequence[Message], tenant: str) -> RenderedChat:
+        was_ended = False
         try:
-            environment = _Environment(budget)
-            template = jinja2.Template.from_code(environment, self._code, environment.make_globals(None))
-            rendering = template.generate(
-                **self._variables,
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                raise_exception=_refuse,
-                strftime_now=_strftime_now,
-            )
-            for part in rendering:
-                length += len(part)
-                budget.grow(length)
-                parts.append(part)
-        except (jinja2.TemplateError, RecursionError, TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
-            raise TemplateError(f"the chat template failed: {type(error).__name__}") from error
-        return "".join(parts)
+            process = await self._process(place)
+            try:
+                answer = await self._ask(place, process, pack_messages(messages))
+            except _EndedError as error:
+                was_ended = True
+                raise TemplateLimitError(f"the base model's chat template was ended: {error}") from error
+            if answer.kind == "memory":
+                was_ended = True
+                self._drop(place, process)
+            return self._read(answer)
+        finally:
+            if was_ended and not self._is_closed:
+                with suppress(TemplateError, UnavailableError):
+                    await self._process(place)  # who comes next need not wait for it
+            self._places.give_back(place, tenant, was_ended=was_ended)
+
+    def _read(self, answer: Answer) -> RenderedChat:
+        match answer.kind:
+            case "text":
+                return RenderedChat(answer.text, answer.controls)
+            case "refused":
+                fault = f"the base model's chat template refuses them: {answer.words}"
+                raise InvalidArgumentError.of([Violation("chat.messages", fault)])
+            case "characters" | "memory":
+                raise TemplateLimitError(f"the base model's chat template was ended: {describe_answer(answer, self._order)}")
+            case _:
+                raise TemplateError(f"the base model's chat template failed: {describe_answer(answer, self._order)}")
+
+    async def _process(self, place: int) -> RenderProcess:
+        """Returns a place's process, and starts it where there is none."""
+        process = self._processes[place]
+        if process is not None:
+            return process
+        self._check()
+        try:
+            process = RenderProcess(self._order)
+        except OSError as error:
+            raise UnavailableError(f"no process to render conversations can be started: {error.strerror}") from error
+        self._processes[place] = process
+        try:
+            answer = await self._ask(place, process, process.greeting)
+        except _EndedError as error:
+            if self._was_read or self._is_closed:
+                raise UnavailableError("a process to render conversations ended as it began", retry_after_s=1.0) from error
+            self.fault = str(error)
+        else:
+            if answer.kind == "ready":
+                self._was_read = True
+                return process
+            self._drop(place, process)
+            self.fault = describe_answer(answer, self._order)
+        self._check()
+        raise AssertionError("there is a fault")
+
+    async def _ask(self, place: int, process: RenderProcess, data: bytes) -> Answer:
+        """Sends a message and returns its answer.
+
+        Raises:
+            _EndedError: The process reached a limit; its place is free.
+            UnavailableError: The node stops, or something else killed the process.
+        """
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await _exchange(process, data)
+        except (OSError, ValueError) as error:
+            self._processes[place] = None
+            cause = await asyncio.to_thread(process.fall)
+            process.link.close()
+            if self._is_closed:
+                raise UnavailableError("the node stops") from error
+            if not cause:
+                raise UnavailableError("the process that rendered the conversation was killed", retry_after_s=0.1) from error
+            raise _EndedError(cause) from error
+        except BaseException:  # this loop ends
+            self._drop(place, process)
+            raise
+
+    def _drop(self, place: int, process: RenderProcess) -> None:
+        self._processes[place] = None
+        process.end()
 
 
-def _refuse(message: str) -> Never:
-    raise InvalidArgumentError.of(
-        [Violation("chat.messages", f"the base model's chat template refuses them: {str(message)[:200]}")]
-    )
+async def _exchange(process: RenderProcess, data: bytes) -> Answer:
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(process.link, data)
+    header_bytes, body_bytes = check_sizes(await _receive(process, PREFIX.size), process.order)
+    return unpack_answer(await _receive(process, header_bytes), await _receive(process, body_bytes))
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now(datetime.UTC).strftime(str(form)[:64])
+async def _receive(process: RenderProcess, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = bytearray()
+    while len(data) < size:
+        part = await loop.sock_recv(process.link, min(size - len(data), _CHUNK_BYTES))
+        if not part:
+            raise ConnectionResetError("the process ended")
+        data += part
+    return bytes(data)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=None if indent is None else min(int(indent), 8))
+class _Places:
+    """Who may render next. Owned by the event loop.
+
+    Tenants go by turns. A tenant holds all places but one at most; tenants whose rendering was ended lately hold one together.
+    """
+
+    def __init__(self, num_places: int, *, max_pending: int) -> None:
+        assert num_places >= 2, "one tenant would hold all others up"
+        self._free = list(range(num_places))
+        self._num_places = num_places
+        self._max_pending = max_pending
+        self._num_pending = 0
+        self._taken: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[int]]] = OrderedDict()
+        self._ended: OrderedDict[str, float] = OrderedDict()
+
+    def is_taken(self, place: int) -> bool:
+        """Says whether somebody has this place."""
+        return place not in self._free
+
+    async def take(self, tenant: str) -> int:
+        """Waits for a place.
+
+        Raises:
+            ResourceExhaustedError: Too many wait, in all or of this tenant.
+        """
+        line = self._waiting.get(tenant)
+        if not line and self._free and self._may_have(tenant):
+            self._taken[tenant] += 1
+            return self._free.pop()
+        if self._num_pending >= self._max_pending or len(line or ()) >= max(self._max_pending // 4, 1):
+            raise ResourceExhaustedError("too many conversations wait to be rendered", retry_after_s=1.0)
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        self._num_pending += 1
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back(turn.result(), tenant, was_ended=False)
+            elif turn in self._waiting.get(tenant, ()):
+                self._leave(tenant, turn)
+            raise
+
+    def give_back(self, place: int, tenant: str, *, was_ended: bool) -> None:
+        """Takes a place back, and gives it to the next in turn.
+
+        Args:
+            place: The place.
+            tenant: Who had it.
+            was_ended: The rendering went beyond its limits.
+        """
+        self._free.append(place)
+        self._taken[tenant] -= 1
+        if not self._taken[tenant]:
+            del self._taken[tenant]
+        if was_ended:
+            self._ended[tenant] = time.monotonic() + _REMEMBERED_S
+            self._ended.move_to_end(tenant)
+            if len(self._ended) > _MAX_REMEMBERED:
+                self._ended.popitem(last=False)
+        while self._free and (tenant_next := next(filter(self._may_have, self._waiting), None)) is not None:
+            turn = self._waiting[tenant_next][0]
+            self._leave(tenant_next, turn)
+            if turn.done():
+                continue  # its caller has just left
+            if tenant_next in self._waiting:
+                self._waiting.move_to_end(tenant_next)
+            self._taken[tenant_next] += 1
+            turn.set_result(self._free.pop())
+
+    def _leave(self, tenant: str, turn: asyncio.Future[int]) -> None:
+        line = self._waiting[tenant]
+        line.remove(turn)
+        self._num_pending -= 1
+        if not line:
+            del self._waiting[tenant]
+
+    def _may_have(self, tenant: str) -> bool:
+        """Says whether a tenant may have one more place."""
+        if self._taken[tenant] >= self._num_places - 1:
+            return False
+        return not self._was_ended(tenant) or not any(self._was_ended(other) for other in self._taken if self._taken[other])
+
+    def _was_ended(self, tenant: str) -> bool:
+        return self._ended.get(tenant, 0.0) > time.monotonic()

@@ -6,21 +6,23 @@ The limit on length is the engine's own context limit; nothing else in the data 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dataplane.engine.grammar import GrammarCompiler
-from dataplane.frontend.chat_template import ChatTemplate
+from dataplane.frontend.chat_template import ChatTemplate, RenderedChat
 from dataplane.frontend.detokenizer import Detokenizer
 from dataplane.frontend.grammars import Grammars
 from dataplane.frontend.tokenizer import Tokenizer, TokenizerError
 from veneer.artifact import read_eos_ids
+from veneer.chat.source import read_chat
+from veneer.chat.wire import Order
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError, Violation
 
+_log = logging.getLogger(__name__)
 _SHORT = 1024  # characters; so many are tokenized in well under a millisecond, less than a hop to another thread costs
 
 
@@ -46,6 +48,21 @@ class TokenPrompt:
 
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How conversations are rendered.
+
+    Attributes:
+        num_processes: Conversations that are rendered at the same time.
+        max_cpu_s: Processor time that one may take.
+        content_tokens: Control tokens in contents are read as such; else they are ordinary text.
+    """
+
+    num_processes: int = 2
+    max_cpu_s: float = 1.0
+    content_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,30 +93,69 @@ class Prompts:
         max_context: Tokens of prompt and output together.
         vocab_size: Rows of the model's embedding; ids of prompts are below it.
         num_threads: Threads for long prompts.
-        max_pending: Long prompts that may wait for those threads.
+        max_pending: Long prompts that may wait for those threads, and conversations that may wait to be rendered.
+        chat: How conversations are rendered.
 
     Raises:
-        TokenizerError: The folder's tokenizer is missing or not supported.
-        TemplateError: The folder's chat template is none.
+        TokenizerError: The folder's tokenizer is missing or not supported. What is wrong with a chat template is told by `start`,
+            and when a conversation comes.
         ArtifactError: A file of the folder is broken, or names no token as the end of a sequence.
     """
 
-    def __init__(self, folder: Path, *, max_context: int, vocab_size: int, num_threads: int = 2, max_pending: int = 1024) -> None:
-        self.tokenizer = Tokenizer(folder / "tokenizer.json")
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_context: int,
+        vocab_size: int,
+        num_threads: int = 2,
+        max_pending: int = 1024,
+        chat: ChatOptions | None = None,
+    ) -> None:
+        chat = chat or ChatOptions()
+        source = read_chat(folder)
+        controls = () if chat.content_tokens or source.template is None else source.controls
+        self.tokenizer = Tokenizer(folder / "tokenizer.json", controls=controls)
         self.max_context = max_context
         self.vocab_size = vocab_size
         if self.tokenizer.vocab_size > vocab_size:
             raise TokenizerError(f"tokenizer.json knows {self.tokenizer.vocab_size} ids, the model only {vocab_size}")
-        config = _read_json(folder / "tokenizer_config.json")
-        self._template = _template(folder, config)
+        self._no_chat = source.fault
+        self._template = None
+        if source.template is not None:
+            order = Order(
+                source.template,
+                source.variables,
+                controls,
+                always_places=self.tokenizer.reads_disguises,
+                max_cpu_s=chat.max_cpu_s,
+            )
+            self._template = ChatTemplate(order, num_processes=chat.num_processes, max_pending=max_pending)
         self.eos_ids = read_eos_ids(folder, vocab_size=vocab_size)
         self.grammars = Grammars(GrammarCompiler(folder, vocab_size=vocab_size, eos_ids=self.eos_ids))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="prompts")
         self._pending = 0
         self._max_pending = max_pending
 
+    @property
+    def chat_fault(self) -> str:
+        """Why conversations cannot be served, as far as it is known; empty: they can, or it was not tried yet."""
+        if self._template is None:
+            cause = f"the base model's chat template cannot be read: {self._no_chat}"
+            return cause if self._no_chat else "the base model has no chat template"
+        return self._template.fault
+
+    async def start(self) -> None:
+        """Starts what renders conversations, and logs why they cannot be served where that is so."""
+        if self._template is not None:
+            await self._template.start()
+        if self.chat_fault:
+            _log.warning("the base serves texts and token ids, but no conversations", extra={"cause": self.chat_fault})
+
     def close(self) -> None:
-        """Lets the threads end."""
+        """Lets threads and processes end."""
+        if self._template is not None:
+            self._template.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.grammars.close()
 
@@ -134,25 +190,29 @@ class Prompts:
             raise InvalidArgumentError.of(faults)
         return tuple(ids)
 
-    async def prepare(self, prompt: Prompt, *, max_tokens: int | None) -> Budget:
+    async def prepare(self, prompt: Prompt, *, max_tokens: int | None, tenant: str = "") -> Budget:
         """Returns the prompt's ids and how many tokens may follow; long texts are tokenized on another thread.
 
         Args:
             prompt: The prompt.
             max_tokens: Tokens to generate at most; None: until the context is full.
+            tenant: Whose it is; tenants wait for the rendering of conversations by turns.
 
         Raises:
             InvalidArgumentError: It is empty, too long with `max_tokens`, has ids outside the vocabulary, or the template refuses
                 it.
-            ResourceExhaustedError: Too many long prompts wait.
+            FailedPreconditionError: It is a conversation, and the base has no template that can be used, or this one goes beyond
+                its limits.
+            ResourceExhaustedError: Too many long prompts or conversations wait.
         """
         match prompt:
             case TokenPrompt(ids):
                 pass
             case TextPrompt(text):
-                ids = await self._run(lambda: self._encode(text, "text", add_special_tokens=True), len(text))
+                ids = await self._run(lambda: self._encode_text(text), len(text))
             case ChatPrompt(messages):
-                ids = await self._run(lambda: self._encode_chat(messages), sum(len(content) for _, content in messages))
+                chat = await self._render(messages, tenant)
+                ids = await self._run(lambda: self._encode_chat(chat), len(chat.text))
         budget = self._fit(ids, prompt, max_tokens)
         if isinstance(prompt, TokenPrompt):
             self._check_ids(ids)
@@ -173,14 +233,21 @@ class Prompts:
         if not future.cancelled():
             future.exception()  # seen, even when nobody waits any more
 
-    def _encode_chat(self, messages: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+    async def _render(self, messages: tuple[tuple[str, str], ...], tenant: str) -> RenderedChat:
         if self._template is None:
-            raise FailedPreconditionError("the base model has no chat template; send a text or token ids")
-        text = self._template.render([{"role": role, "content": content} for role, content in messages])
-        return self._encode(text, "chat", add_special_tokens=False)
+            raise FailedPreconditionError(f"{self.chat_fault}; send a text or token ids")
+        return await self._template.render(messages, tenant=tenant)
 
-    def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Tokenizes a text, unless its length alone shows that it cannot fit: 4 MiB take seconds, refusing them nothing."""
+    def _encode_chat(self, chat: RenderedChat) -> tuple[int, ...]:
+        self._check_length(chat.text, "chat")
+        return self.tokenizer.encode_chat(chat.text, chat.controls)
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        self._check_length(text, "text")
+        return self.tokenizer.encode(text, add_special_tokens=True)
+
+    def _check_length(self, text: str, field: str) -> None:
+        """Refuses a text whose length alone shows that it cannot fit: to tokenize 4 MiB takes seconds, to refuse them nothing."""
         longest = self.tokenizer.max_token_bytes
         if longest is not None and len(text) > self.max_context * longest:
             least = -(-len(text) // longest)
@@ -191,7 +258,6 @@ class Prompts:
                     )
                 ]
             )
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_ids(self, ids: tuple[int, ...]) -> None:
         if min(ids) >= 0 and max(ids) < self.vocab_size:
@@ -225,32 +291,3 @@ class Prompts:
                 ]
             )
         return Budget(ids, max_tokens)
-
-
-def _template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    path = folder / "chat_template.jinja"
-    source = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):
-        source = next((one.get("template") for one in source if one.get("name") == "default"), None)
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise TokenizerError("tokenizer_config.json: chat_template is neither a text nor a list with a `default`")
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    return ChatTemplate(source, {name: _token(config[name]) for name in names if config.get(name) is not None})
-
-
-def _token(value: Any) -> str:
-    return str(value["content"] if isinstance(value, dict) else value)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path.name} is no JSON") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path.name} is no JSON object")
-    return value

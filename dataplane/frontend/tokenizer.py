@@ -7,7 +7,8 @@ possible exactly for the two decoders of the model families that are served; a t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,15 +47,17 @@ class Tokenizer:
         pieces: What each id adds to the text.
         special_tokens: Ids of the special tokens by their content; they add nothing to the text.
         max_token_bytes: Most bytes of text that one token can stand for; None where the tokenizer may drop some of the text.
+        reads_disguises: Other texts than its own may become a control token, e.g. in capitals: the normalizer makes them alike.
 
     Args:
         path: The model folder's tokenizer.json.
+        controls: Tokens that `encode_chat` reads only where it is told that they stand.
 
     Raises:
         TokenizerError: It cannot be read or streamed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, controls: Sequence[str] = ()) -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises bare Exception
@@ -65,6 +68,8 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder().items()
         self.special_tokens = {token.content: id_ for id_, token in added if token.special and token.content}
         self.max_token_bytes = _max_token_bytes(self._tokenizer)
+        self.reads_disguises = reads_disguises(self._tokenizer, controls)
+        self._hidden = HiddenControls(self._tokenizer, controls) if controls else None
 
     @property
     def vocab_size(self) -> int:
@@ -75,6 +80,19 @@ class Tokenizer:
         """Returns the token ids of `text`; the package releases the interpreter lock meanwhile."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_chat(self, text: str, controls: Sequence[tuple[int, int]] | None) -> tuple[int, ...]:
+        """Returns the token ids of a rendered conversation.
+
+        Args:
+            text: The prompt.
+            controls: (start, end) of the control tokens in it, in order; the same text elsewhere is ordinary text. None: all that
+                the text has are such, so that the ids are those of `encode`.
+        """
+        if controls is None:
+            return self.encode(text, add_special_tokens=False)
+        assert self._hidden is not None, "places of control tokens are given where the tokenizer knows which tokens these are"
+        return self._hidden.encode(text, controls)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`, special tokens left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -82,6 +100,72 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """Returns the id of a token by its exact name, or None."""
         return self._tokenizer.token_to_id(token)
+
+
+class HiddenControls:
+    """A tokenizer that knows control tokens under secret names alone.
+
+    All else is as in the tokenizer that it was made of: the names stand in the place of the tokens among the added tokens and in
+    the vocabulary, with the same flags, so that a text is normalized and cut around them as ever. The text of a control token is
+    ordinary text, and no merge makes it one token.
+
+    Args:
+        tokenizer: The tokenizer.
+        controls: Its control tokens; each is an added token.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, controls: Sequence[str]) -> None:
+        # Private-use characters and digits: no normalizer changes them, and a caller cannot guess the middle.
+        secret = secrets.token_hex(16)
+        self._names = {token: f"\U000f0000{secret}{place}\U000f0001" for place, token in enumerate(controls)}
+        parts: dict[str, Any] = json.loads(tokenizer.to_str())
+        for added in parts["added_tokens"]:
+            added["content"] = self._names.get(added["content"], added["content"])
+        _rename(parts["model"], self._names)
+        parts["post_processor"] = parts["decoder"] = None
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(parts))
+        self._ids: dict[int, int] = {}
+        for token, name in self._names.items():
+            here, there = self._tokenizer.token_to_id(name), tokenizer.token_to_id(token)
+            assert here is not None and there is not None, "control tokens are added tokens"  # noqa: PT018
+            if here != there:
+                self._ids[here] = there
+
+    def encode(self, text: str, controls: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        """Returns the ids of a text with control tokens at these places, and nowhere else."""
+        pieces: list[str] = []
+        last = 0
+        for start, end in controls:
+            pieces += (text[last:start], self._names[text[start:end]])
+            last = end
+        ids = self._tokenizer.encode("".join((*pieces, text[last:])), add_special_tokens=False).ids
+        return tuple(self._ids.get(id_, id_) for id_ in ids) if self._ids else tuple(ids)
+
+
+def reads_disguises(tokenizer: tokenizers.Tokenizer, controls: Sequence[str]) -> bool:
+    """Says whether a normalizer that changes more than spaces stands before a control token is recognised."""
+    parts: dict[str, Any] = json.loads(tokenizer.to_str())
+    step = parts.get("normalizer") or {"type": "Sequence", "normalizers": []}
+    steps = step["normalizers"] if step["type"] == "Sequence" else [step]
+    if all(one["type"] == "Prepend" or (one["type"] == "Replace" and one["pattern"] == {"String": " "}) for one in steps):
+        return False
+    vocab = tokenizer.get_vocab(with_added_tokens=False)
+    normalized = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.normalized}
+    return any(token in normalized or token in vocab for token in controls)
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Renames tokens of a model's vocabulary, as tokenizer.json has it, and drops the merges that made them."""
+    if isinstance(model.get("unk_token"), str):
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(token, token): id_ for token, id_ in vocab.items()}
+    else:  # pairs of token and score
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+    if "merges" in model:
+        pairs = (one.split(" ") if isinstance(one, str) else one for one in model["merges"])
+        model["merges"] = [[left, right] for left, right in pairs if names.keys().isdisjoint((left, right, left + right))]
 
 
 def _pieces(tokenizer: tokenizers.Tokenizer) -> Pieces:

@@ -37,6 +37,10 @@ def test_sizes_that_are_not_set_follow_from_the_machine(tmp_path: Path) -> None:
         {"t_stale_s": "1", "resolve_age_s": "2"},
         {"tls_certificate": "cert.pem"},
         {"resolve_age_s": "6"},
+        {"render_processes": "1"},
+        {"render_processes": "65"},
+        {"max_render_s": "0"},
+        {"max_render_s": "61"},
         {"unknown": "1"},
     ],
 )
