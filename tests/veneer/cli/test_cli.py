@@ -71,17 +71,17 @@ def test_an_adapter_goes_from_folder_to_answer_and_back(
 
 def test_a_publish_may_be_run_again_and_says_which_version_it_is(veneer: Run, make_folder: Callable[[int], Path]) -> None:
     folder = make_folder(61)
-    first = json.loads(ok(veneer("publish", folder, "--adapter", "again", "--json")))
-    again = json.loads(ok(veneer("publish", folder, "--adapter", "again", "--exist-ok", "--label", "later", "--json")))
+    first = json.loads(ok(veneer("publish", folder, "--adapter", "run-again", "--json")))
+    again = json.loads(ok(veneer("publish", folder, "--adapter", "run-again", "--exist-ok", "--label", "later", "--json")))
     assert (again["version"], again["alias"]) == (first["version"], first["alias"])
-    ok(veneer("publish", folder, "--adapter", "again", "--exist-ok", "--alias", "stable"))
-    elsewhere = veneer("publish", folder, "--adapter", "again", "--exist-ok", "--alias", "canary")
+    ok(veneer("publish", folder, "--adapter", "run-again", "--exist-ok", "--alias", "stable"))
+    elsewhere = veneer("publish", folder, "--adapter", "run-again", "--exist-ok", "--alias", "canary")
     assert (elsewhere.status, "alias canary does not serve it alone" in elsewhere.err) == (1, True)
-    assert veneer("publish", folder, "--adapter", "again").status == 1
+    assert veneer("publish", folder, "--adapter", "run-again").status == 1
     assert "ALREADY_EXISTS" in veneer("publish", folder, "--adapter", "another", "--exist-ok").err
-    ok(veneer("publish", make_folder(63), "--adapter", "again", "--alias", "stable"))
-    ok(veneer("retire", "again", "1"))
-    assert "ALREADY_EXISTS" in veneer("publish", folder, "--adapter", "again", "--exist-ok").err
+    ok(veneer("publish", make_folder(63), "--adapter", "run-again", "--alias", "stable"))
+    ok(veneer("retire", "run-again", "1"))
+    assert "ALREADY_EXISTS" in veneer("publish", folder, "--adapter", "run-again", "--exist-ok").err
 
 
 def test_an_answer_comes_from_a_version_that_is_named_in_any_way(veneer: Run, make_folder: Callable[[int], Path]) -> None:
