@@ -41,18 +41,19 @@ def read_chat(folder: Path) -> ChatSource:
         added = _object(folder / "tokenizer.json").get("added_tokens") or []
         path = folder / "chat_template.jinja"
         template = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
+        named = _object(folder / "special_tokens_map.json") | config
     except (OSError, ValueError) as error:
         return ChatSource(fault=f"{type(error).__name__}: {error}"[:200])
     if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-        if "default" not in named:
+        templates = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        if "default" not in templates:
             return ChatSource(fault="the chat template is a list without one that is named `default`")
-        template = named["default"]
+        template = templates["default"]
     if template is None:
         return ChatSource()
     if not isinstance(template, str):
         return ChatSource(fault="the chat template is neither a text nor a list of named ones")
-    variables = {name: text for name in _NAMED_TOKENS if (text := _text(config.get(name))) is not None}
+    variables = {name: text for name in _NAMED_TOKENS if (text := _text(named.get(name))) is not None}
     return ChatSource(template, variables, _controls(template, added, config.get("chat_control_tokens"), variables))
 
 
@@ -80,12 +81,12 @@ def check_chat(folder: Path) -> str:
 
 def _controls(template: str, added: list[Any], listed: Any, variables: dict[str, str]) -> tuple[str, ...]:
     tokens = [one for one in added if isinstance(one, dict) and isinstance(one.get("content"), str) and one["content"].strip()]
-    named = set(variables.values())
+    texts = set(variables.values())
     chosen = set(map(str, listed)) if isinstance(listed, list) else None
     return tuple(
         one["content"]
         for one in tokens
-        if one.get("special") or one["content"] in named or one["content"] in (template if chosen is None else chosen)
+        if one.get("special") or one["content"] in texts or one["content"] in (template if chosen is None else chosen)
     )
 
 
