@@ -49,7 +49,10 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="0 chooses the likeliest token.", min=0, max=2)] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
     top_k: Annotated[int, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.", min=0)] = 0,
-    seed: Annotated[int | None, typer.Option(help="Makes the choice repeatable.", min=0)] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Makes the choice repeatable; exactly so where the data plane is set to batch_invariant.", min=0),
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End when this appears; repeat for several.")] = None,
     json_schema: Annotated[
         str | None,

@@ -136,8 +136,10 @@ async def test_bad_requests_name_the_field_and_leave_the_engine_alone(started: A
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.9, "seed": 4}, {"temperature": 0.0, "repetition_penalty": 1.7}])
 async def test_sampled_tokens_are_the_same_alone_among_others_and_after_preemption(started: Any, sampling: Any) -> None:
-    alone: EngineClient = await started()
-    crowded: EngineClient = await started(max_step_tokens=8, kv_bytes=13 * 2 * 2 * 16 * 32 * 4, max_context=100)
+    alone: EngineClient = await started(batch_invariant=True)
+    crowded: EngineClient = await started(
+        batch_invariant=True, max_step_tokens=8, kv_bytes=13 * 2 * 2 * 16 * 32 * 4, max_context=100
+    )
     settings = Sampling(max_tokens=30, **sampling)
     want = await collect(alone, request("a", [9, 8, 7], sampling=settings))
     others = [request(str(i), PROMPTS[i % 5], sampling=Sampling(max_tokens=40, seed=i)) for i in range(7)]

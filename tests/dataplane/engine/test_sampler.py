@@ -110,6 +110,26 @@ def test_a_seeded_row_does_not_depend_on_its_neighbours_or_place(logits: torch.T
     assert len(set(alone)) > 5
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_the_last_bits_of_logits_change_a_draw_only_at_the_edge_between_two_tokens(
+    logits: torch.Tensor, temperature: float
+) -> None:
+    count, change = 20_000, 1e-3
+    shaken = logits + change * (2 * torch.rand(VOCAB, generator=torch.Generator().manual_seed(4)) - 1)
+    fields = {"temperature": temperature, "seed": 11}
+    before, after = draw(logits, count, **fields), draw(shaken, count, **fields)
+    changed = [i for i in range(count) if before[i] != after[i]]
+    assert 0 < len(changed) < 0.05 * count
+    order = logits.argsort(descending=True, stable=True).tolist()
+    shares = (logits.double() / temperature).softmax(0)[order]
+    upper = dict(zip(order, shares.cumsum(0).tolist(), strict=True))
+    lower = {token: end - float(share) for (token, end), share in zip(upper.items(), shares, strict=True)}
+    bound = 4 * change / temperature
+    for i in changed:
+        is_at_an_edge = min(uniform(11, i) - lower[before[i]], upper[before[i]] - uniform(11, i)) <= bound
+        assert is_at_an_edge or abs(float(logits[before[i]] - logits[after[i]])) <= 2 * change, "the two changed their places"
+
+
 def test_temperature_zero_takes_the_likeliest(logits: torch.Tensor) -> None:
     assert draw(logits, 3, temperature=0.0) == [int(logits.argmax())] * 3
 
