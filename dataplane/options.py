@@ -42,6 +42,9 @@ def engine_config(settings: Settings, base: BaseDescription) -> EngineConfig:
         decode_price=settings.decode_price,
         rank_row_price=settings.rank_row_price,
         load_mib_price=settings.load_mib_price,
+        grammar_ms_price=settings.grammar_ms_price,
+        grammar_bytes=settings.grammar_bytes,
+        grammar_timeout_s=settings.grammar_timeout_s,
         base_digest=base.digest,
         eos_ids=base.eos_ids,
     )

@@ -66,6 +66,9 @@ class Settings(BaseSettings):
         decode_price: What a generated token costs a tenant, in prompt tokens; `python -m benchmarks.prices` measures the prices.
         rank_row_price: What a rank row of an adapter costs in a step.
         load_mib_price: What a MiB of an adapter costs that is copied to the device.
+        grammar_ms_price: What a millisecond of a core costs that a structured output's grammar takes beside the steps.
+        grammar_bytes: Memory for compiled grammars of structured outputs; beyond it, the tenant that holds most compiles anew.
+        grammar_timeout_s: How long a stream may wait for the next mask of its grammar; then it ends RESOURCE_EXHAUSTED.
         control_plane: Address of the control plane's listener for callers.
         control_plane_ca: PEM authorities for its certificate; absent: plaintext, on loopback only unless `allow_plaintext`.
         node_key_file: Where the node's key is kept.
@@ -142,6 +145,9 @@ class Settings(BaseSettings):
     decode_price: Annotated[float, Field(ge=0, le=1000)] = 1.4
     rank_row_price: Annotated[float, Field(ge=0, le=1000)] = 0.07
     load_mib_price: Annotated[float, Field(ge=0, le=1000)] = 1.9
+    grammar_ms_price: Annotated[float, Field(ge=0, le=1000)] = 0.5
+    grammar_bytes: Annotated[int, Field(ge=16 * _MIB)] = 256 * _MIB
+    grammar_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
     control_plane: str = "127.0.0.1:7600"
     control_plane_ca: Path | None = None
     node_key_file: Path = Path("/var/lib/veneer/node.key")

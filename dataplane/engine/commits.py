@@ -108,7 +108,8 @@ class Commits:
         decodes, sequences = flight.plan.decodes, flight.decoding
         if self._seating.has_ended_in_flight or not set(map(type, results)) <= {int}:
             for sequence, start, result in zip(sequences, decodes.starts.tolist(), results, strict=True):
-                self._take(sequence, result, news, num_computed=start + 1)
+                if start + 1 == len(sequence.tokens):  # else the row before it was held, and this one had no token to start from
+                    self._take(sequence, result, news, num_computed=start + 1)
             return
         tokens = cast("list[int]", results)
         decoders = self._seating.decoders
@@ -140,7 +141,9 @@ class Commits:
             self._requests.end(sequence)
         else:
             sequence.prompt_scores += result.prompt
-            if result.token is not None:
+            if result.is_held:
+                self._seating.hold(sequence, num_computed - 1)
+            elif result.token is not None:
                 if result.logprobs is not None:
                     news.logprobs.append((len(news.ids), result.logprobs))
                 if sequence.prompt_scores and not sequence.num_output:

@@ -25,6 +25,7 @@ _AT_LEAST_ONE = (
     "max_slots",
     "max_rank",
     "max_waiting",
+    "grammar_bytes",
 )
 _AT_LEAST_ZERO = (
     "num_threads",
@@ -36,6 +37,7 @@ _AT_LEAST_ZERO = (
     "decode_price",
     "rank_row_price",
     "load_mib_price",
+    "grammar_ms_price",
     "max_adapter_loss",
 )
 
@@ -75,6 +77,9 @@ class EngineConfig:
         decode_price: What a generated token costs a tenant, in prompt tokens (`python -m benchmarks.prices` measures it).
         rank_row_price: What a rank row of an adapter costs in a step.
         load_mib_price: What a MiB of an adapter costs that is copied to the device.
+        grammar_ms_price: What a millisecond of a core costs that a grammar takes, compiled or matched.
+        grammar_bytes: Memory for compiled grammars, shared fairly by tenants.
+        grammar_timeout_s: How long a request may be out of the steps since its grammar's mask is not there; then it ends.
         base_digest: Digest of the base model, part of every cache key.
         eos_ids: Ids that end a sequence, for grammars; None: those of generation_config.json, else of config.json.
     """
@@ -106,6 +111,9 @@ class EngineConfig:
     decode_price: float = 1.4
     rank_row_price: float = 0.07
     load_mib_price: float = 1.9
+    grammar_ms_price: float = 0.5
+    grammar_bytes: int = 256 << 20
+    grammar_timeout_s: float = 10.0
     base_digest: str = ""
     eos_ids: tuple[int, ...] | None = None
 
@@ -126,6 +134,8 @@ class EngineConfig:
                 for name in names
                 if getattr(self, name) < least
             ]
+        if not 0 < self.grammar_timeout_s < float("inf"):
+            faults.append(Violation("grammar_timeout_s", f"must be above 0 and finite, is {self.grammar_timeout_s}"))
         if self.max_step_tokens < self.max_sequences:
             faults.append(
                 Violation("max_step_tokens", f"must be at least max_sequences = {self.max_sequences}, is {self.max_step_tokens}")

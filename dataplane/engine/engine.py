@@ -39,7 +39,7 @@ from dataplane.engine.messages import (
     Unpin,
     Unstage,
 )
-from dataplane.engine.plan import Plan, Result, TokenMask
+from dataplane.engine.plan import Plan, Result
 from dataplane.engine.queue_times import QueueTimes
 from dataplane.engine.queued import QueuedStepping
 from dataplane.engine.runner import Runner
@@ -101,13 +101,19 @@ class Engine:
             max_waiting=config.max_waiting,
             max_waiting_per_tenant=config.max_waiting_per_tenant,
             max_step_ms=config.max_step_ms,
-            prices=Prices(decode_token=config.decode_price, rank_row=config.rank_row_price, load_mib=config.load_mib_price),
+            max_mask_wait_s=config.grammar_timeout_s,
+            prices=Prices(
+                decode_token=config.decode_price,
+                rank_row=config.rank_row_price,
+                load_mib=config.load_mib_price,
+                grammar_ms=config.grammar_ms_price,
+            ),
         )
         self._scheduler = Scheduler(limits, self._pool, self._adapters)
         self._page_bytes = memory.page_bytes
         self._unloads = Unloads(self._adapters, self._scheduler, page_bytes=memory.page_bytes)
         compiler = GrammarCompiler(Path(config.model_dir), vocab_size=model.vocab_size, eos_ids=config.eos_ids)
-        self._grammars = Grammars(compiler, wake=self._wake.set, max_pending=config.max_waiting)
+        self._grammars = Grammars(compiler, wake=self._wake.set, max_bytes=config.grammar_bytes)
         self._projections = model.projections
         self._unit_bytes = config.arena_unit_bytes
         self._arena_bytes = self._runner.arena.num_units * config.arena_unit_bytes
@@ -140,7 +146,7 @@ class Engine:
             message = f"the engine failed: {type(error).__name__}"
             raise
         finally:
-            self._emit([Failed(request_id, "UNAVAILABLE", message) for request_id in self._request_ids()])
+            self._emit([Failed(request_id, "UNAVAILABLE", message) for request_id in self._scheduler.request_ids])
             self._grammars.stop()
             self._adapters.stop()
 
@@ -156,9 +162,6 @@ class Engine:
         while not self._stopping:
             self._turn()
 
-    def _request_ids(self) -> tuple[str, ...]:
-        return (*self._scheduler.request_ids, *self._grammars.request_ids)
-
     def _turn(self) -> None:
         """One turn: commands, adapters, deadlines, a plan, and what came of a step; or a wait for the first of those."""
         self._watch.start()
@@ -166,11 +169,8 @@ class Engine:
         events: list[Event] = []
         while not self._inbox.empty():
             self._handle(self._inbox.get(), events)
-        for arrival, came, made in self._grammars.settle():
-            if isinstance(made, VeneerError):
-                events.append(_failed(arrival.submit, made))
-            else:
-                self._queue(arrival, came, events, mask=made)
+        if costs := self._grammars.take_costs():
+            self._scheduler.charge_grammars(costs)
         for note in self._adapters.settle():
             if isinstance(note, Fail):
                 events += self._scheduler.fail_waiting(note.version, status=note.status, message=note.message)
@@ -214,7 +214,6 @@ class Engine:
                 self._submit(command, events)
             case Abort(request_id):
                 self._scheduler.abort(request_id)
-                self._grammars.drop(request_id)
             case Pause(request_id):
                 self._scheduler.pause(request_id, paused=True)
             case Resume(request_id):
@@ -255,17 +254,9 @@ class Engine:
         try:
             if arrival.fault is not None:
                 raise arrival.fault
-            if submit.sampling.grammar:
-                self._grammars.prepare(arrival, time.monotonic())
-            else:
-                self._queue(arrival, time.monotonic(), events)
-        except VeneerError as error:
-            events.append(_failed(submit, error))
-
-    def _queue(self, arrival: Arrival, came: float, events: list[Event], *, mask: TokenMask | None = None) -> None:
-        submit = arrival.submit
-        try:
-            self._scheduler.add(submit, came, chain=arrival.chain, keys=arrival.keys, mask=mask)
+            grammar = submit.sampling.grammar
+            mask = self._grammars.mask(submit.tenant, grammar) if grammar else None
+            self._scheduler.add(submit, time.monotonic(), chain=arrival.chain, keys=arrival.keys, mask=mask)
         except VeneerError as error:
             events.append(_failed(submit, error))
             return

@@ -106,6 +106,12 @@ class Tenants:
         self.num_waiting += 1
         self._activate(account, None)
 
+    def charge(self, tenant: str, cost: float) -> None:
+        """Adds a cost to what a tenant was served, if it has requests."""
+        account = self._accounts.get(tenant)
+        if account is not None:
+            account.service += cost / account.weight
+
     def start(self, sequence: Sequence) -> None:
         """Notes that a waiting request runs now; its prompt is not planned to its end yet."""
         account = sequence.account

@@ -16,12 +16,14 @@ class Prices:
         decode_token: A generated token that is fed back; its row shares the reading of the weights with fewer others.
         rank_row: A rank row of an adapter in one step, split among the requests that use it.
         load_mib: A MiB of an adapter that was copied to the device.
+        grammar_ms: A millisecond of a core that compiling a grammar, or finding its masks, took.
     """
 
     prefill_token: float = 1.0
     decode_token: float = 1.4
     rank_row: float = 0.07
     load_mib: float = 1.9
+    grammar_ms: float = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,7 @@ class Limits:
         patience: Steps that a tenant waits below its share until others give way.
         max_step_ms: Milliseconds that a step should take at most in which sequences decode: it holds fewer rows of prompts then,
             but a page of them in any case; 0 for no such limit.
+        max_mask_wait_s: How long a sequence may be out of the steps since its grammar's mask is not there; then it ends.
         prices: What work costs.
     """
 
@@ -49,4 +52,5 @@ class Limits:
     max_scan: int = 512
     patience: int = 2
     max_step_ms: int = 0
+    max_mask_wait_s: float = 10.0
     prices: Prices = Prices()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,18 @@ from veneer.errors import InvalidArgumentError, VeneerError
 
 _LARGEST = 1e30
 """Largest logit that a penalty makes: a tiny one overflows, and the sum over a temperature must not."""
+
+
+class Ruled(NamedTuple):
+    """Rows that get no token.
+
+    Attributes:
+        faults: By row: why it can never have one.
+        held: Rows whose grammar's mask is not there yet.
+    """
+
+    faults: dict[int, VeneerError]
+    held: set[int]
 
 
 @dataclass(slots=True)
@@ -44,6 +57,7 @@ class LogitRules:
     Per row x, in this order (the one of vLLM):
 
         x[bad words that would be complete, stop tokens before min_tokens, what the grammar forbids] = -inf
+        (a grammar that allows nothing but stop tokens is complete: they are allowed then, before min_tokens too)
         x[i] += logit_bias[i]
         x[i] = x[i] / r if x[i] > 0 else x[i] · r      for tokens i of prompt and output, r = repetition_penalty
         x[i] -= frequency_penalty · c[i] + presence_penalty · (c[i] > 0)      c[i] = how often token i is in the output
@@ -80,22 +94,22 @@ class LogitRules:
         if _has_penalty(sampling):
             self._count(rows.seat, history[: rows.num_prompt], output)
 
-    def apply(self, logits: Tensor, rows: Sequence[Pick]) -> dict[int, VeneerError]:
-        """Changes logits in place.
+    def apply(self, logits: Tensor, rows: Sequence[Pick]) -> Ruled:
+        """Changes logits in place. Never waits: a row whose grammar's mask is not there is held.
 
         Args:
             logits: float32 [R, vocab], finite.
             rows: The R rows.
-
-        Returns:
-            By row: why it cannot have a token.
         """
-        faults = self._ban(logits, rows)
+        faults, held = self._ban(logits, rows)
         self._add_bias(logits, rows)
         self._penalise(logits, rows)
         for i in (logits.amax(dim=-1) == -torch.inf).nonzero().squeeze(1).tolist():
-            faults.setdefault(i, InvalidArgumentError("the request's grammar, bad_words and min_tokens together leave no token"))
-        return faults
+            if i not in held:
+                faults.setdefault(
+                    i, InvalidArgumentError("the request's grammar, bad_words and min_tokens together leave no token")
+                )
+        return Ruled(faults, held)
 
     def note(self, rows: Mapping[int, Pick], tokens: Tensor, where: Sequence[int]) -> dict[int, Exception]:
         """Takes the tokens that were chosen for the rows at `where`, which are among `rows`.
@@ -119,21 +133,29 @@ class LogitRules:
                 seat.recent.append(int(tokens[i]))
         return raised
 
-    def _ban(self, logits: Tensor, rows: Sequence[Pick]) -> dict[int, VeneerError]:
+    def _ban(self, logits: Tensor, rows: Sequence[Pick]) -> Ruled:
         faults: dict[int, VeneerError] = {}
+        held: set[int] = set()
         at: list[int] = []
         bits: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
         places: list[int] = []
         lists: list[Tensor] = []
         for i, pick in enumerate(rows):
             seat, sampling = self._seats[pick.seat], pick.sampling
+            is_early = seat.stops is not None and pick.sample_index < sampling.min_tokens
             if pick.mask is not None:
                 try:
-                    bits.append(np.frombuffer(pick.mask.allowed(), dtype=np.uint8))
-                    at.append(i)
+                    allowed = pick.mask.allowed(pick.sample_index)
                 except VeneerError as error:
                     faults[i] = error
-            if seat.stops is not None and pick.sample_index < sampling.min_tokens:
+                    continue
+                if allowed is None:
+                    held.add(i)
+                    continue
+                bits.append(np.frombuffer(allowed, dtype=np.uint8))
+                at.append(i)
+                is_early = is_early and not _allows_only(bits[-1], sampling.stop_token_ids)
+            if seat.stops is not None and is_early:
                 places.append(i)
                 lists.append(seat.stops)
             if seat.banned is not None:
@@ -144,12 +166,12 @@ class LogitRules:
                 lists.append(self._ids(complete))
         if bits:
             vocab = self._shape[1]
-            allowed = np.unpackbits(np.stack(bits), axis=1, bitorder="little", count=vocab).view(bool)
+            masks = np.unpackbits(np.stack(bits), axis=1, bitorder="little", count=vocab).view(bool)
             chosen = self._ids(at)
-            logits[chosen] = torch.where(torch.from_numpy(allowed).to(self._device), logits[chosen], -torch.inf)
+            logits[chosen] = torch.where(torch.from_numpy(masks).to(self._device), logits[chosen], -torch.inf)
         if lists:
             logits[self._rows(places, lists), torch.cat(lists)] = -torch.inf
-        return faults
+        return Ruled(faults, held)
 
     def _add_bias(self, logits: Tensor, rows: Sequence[Pick]) -> None:
         biased = [(i, bias) for i, pick in enumerate(rows) if (bias := self._seats[pick.seat].bias) is not None]
@@ -197,6 +219,12 @@ class LogitRules:
 
 def _has_penalty(sampling: Sampling) -> bool:
     return sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+
+
+def _allows_only(bits: np.ndarray[tuple[int], np.dtype[np.uint8]], tokens: Sequence[int]) -> bool:
+    """Whether a mask allows some of these tokens and no other."""
+    num_allowed = int(np.bitwise_count(bits).sum())
+    return 0 < num_allowed == sum(bool(bits[token >> 3] >> (token & 7) & 1) for token in set(tokens) if token >> 3 < len(bits))
 
 
 def _completions(seat: _Seat) -> list[int]:

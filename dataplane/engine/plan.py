@@ -13,10 +13,20 @@ from dataplane.engine.messages import Failed, Logprobs, NotFinite, Sampling, Tok
 
 
 class TokenMask(Protocol):
-    """Which tokens one sequence's grammar allows next. Owned by the sequence; the sampler alone calls it."""
+    """Which tokens one sequence's grammar allows next. Owned by the sequence; no method waits for the mask.
 
-    def allowed(self) -> bytes:
-        """Returns one bit a token, least significant first; waits if they are not known yet.
+    The sampler calls `allowed` and `advance`, the scheduler the rest.
+    """
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the mask of the next output token is there, or the reason why there is none."""
+
+    def begin(self) -> None:
+        """Starts the work for the first mask, beside the steps. Calling it again does nothing."""
+
+    def allowed(self, index: int) -> bytes | None:
+        """Returns one bit a token for output token `index`, least significant first; None while that mask is not there.
 
         Raises:
             VeneerError: The grammar cannot go on; the request must end.
@@ -24,6 +34,9 @@ class TokenMask(Protocol):
 
     def advance(self, token: int) -> None:
         """Takes the chosen token; what is allowed after it is found meanwhile, not here."""
+
+    def stop(self) -> None:
+        """Ends the work, and frees what the matcher holds."""
 
 
 Integers = npt.NDArray[np.int64]
@@ -186,12 +199,14 @@ class Chosen:
         logprobs: Of that token; None where not asked for.
         prompt: Of the rows' `targets`.
         fault: Status and message when the request's own rules leave no choice.
+        is_held: No token was chosen, since the mask of the sequence's grammar is not there yet. The row is computed again.
     """
 
     token: int | None
     logprobs: Logprobs | None = None
     prompt: tuple[Logprobs, ...] = ()
     fault: tuple[str, str] | None = None
+    is_held: bool = False
 
 
 Result = int | Chosen | None

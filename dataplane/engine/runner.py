@@ -173,6 +173,10 @@ class Runner:
         scores: Sequence[tuple[Logprobs, ...] | VeneerError | None] = ()
         if num_sampled:
             samples = self._sampler.sample(logits[:num_sampled], step.picks)
+            if held := [i for i, one in samples.more.items() if one.is_held]:  # the row is computed again, with the same token
+                sampled = step.batch.ids if step.batch.sample_rows is None else step.batch.ids[step.batch.sample_rows]
+                at = upload(held, torch.int64, self._device)
+                samples.tokens[at] = sampled[at]
             self._last_token[step.pick_seats] = samples.tokens
             tokens, more = torch.where(samples.finite, samples.tokens, -1), samples.more
         if step.scored:

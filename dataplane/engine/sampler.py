@@ -20,6 +20,8 @@ from veneer.errors import InternalError, VeneerError
 
 _log = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
+HELD = Chosen(None, is_held=True)
+"""What came of a row whose grammar's mask is not there yet."""
 _PREFILTER = 64
 """Likeliest tokens that nearly every draw is decided by; `topk` of 64 costs a thirtieth of a full sort at 49,152 tokens (CPU)."""
 
@@ -119,7 +121,8 @@ class Sampler:
         if not special:
             return samples
         good = samples.finite.tolist()
-        whole = [i for i in special if good[i] and not (i in samples.more and samples.more[i].fault)]
+        without = {i for i, one in samples.more.items() if one.fault is not None or one.is_held}
+        whole = [i for i in special if good[i] and i not in without]
         raised = self._rules.note(picks.special, samples.tokens, whole)
         return replace(samples, more={**samples.more, **{i: failed(_own_fault(error)) for i, error in raised.items()}})
 
@@ -136,9 +139,11 @@ class Sampler:
             return Samples(tokens, finite, {i: failed(error) for i, error in faults.items()})
         at = upload(special, torch.int64, logits.device)
         ruled = torch.where(finite[at, None], logits[at].float(), 0.0)
-        faults |= {special[k]: error for k, error in self._rules.apply(ruled, [picks.special[i] for i in special]).items()}
+        applied = self._rules.apply(ruled, [picks.special[i] for i in special])
+        faults |= {special[k]: error for k, error in applied.faults.items()}
+        held = {special[k] for k in applied.held}
         tokens[at] = ruled.argmax(dim=-1)
-        drawn = [i for i in drawn if i not in faults]
+        drawn = [i for i in drawn if i not in faults and i not in held]
         if drawn:
             chosen = upload(drawn, torch.int64, logits.device)
             shaped = torch.where(finite[chosen, None], logits[chosen].float(), 0.0)
@@ -148,8 +153,9 @@ class Sampler:
                 shaped[to] = ruled[of]
             tokens[chosen] = self._draw(shaped, drawn, picks)
         good = finite.tolist()
-        whole = [i for i in special if i not in faults and good[i]]
-        return Samples(tokens, finite, self._more(logits, tokens, picks.special, whole, faults))
+        whole = [i for i in special if i not in faults and i not in held and good[i]]
+        more = self._more(logits, tokens, picks.special, whole, faults)
+        return Samples(tokens, finite, more | dict.fromkeys(held, HELD))
 
     def _choose_apart(self, logits: Tensor, picks: Picks, groups: Sequence[list[int]]) -> Samples:
         """Chooses group by group; a group is one row, or plain rows.

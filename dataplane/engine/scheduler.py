@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 from dataplane.engine.admission import Admission
@@ -69,8 +69,10 @@ class Scheduler:
 
     @property
     def next_deadline(self) -> float | None:
-        """The earliest deadline of an unfinished request."""
-        return self._requests.next_deadline
+        """When `expire` has to be called: the earliest deadline of an unfinished request, or of a mask that one waits for."""
+        waits = [since + self._limits.max_mask_wait_s for since in self._seating.held.values() if since is not None]
+        deadline = self._requests.next_deadline
+        return min([*waits, *([] if deadline is None else [deadline])], default=None)
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -169,13 +171,33 @@ class Scheduler:
             self._requests.end(sequence)
         return [Failed(sequence.submit.request_id, status, message) for sequence in waiting]
 
+    def charge_grammars(self, seconds: Mapping[str, float]) -> None:
+        """Charges tenants for the seconds of a core that their grammars took beside the steps."""
+        for tenant, spent in seconds.items():
+            self._tenants.charge(tenant, spent * 1000 * self._limits.prices.grammar_ms)
+
     def expire(self, now: float) -> list[Failed]:
-        """Ends every request whose deadline has passed."""
-        failed = []
+        """Ends every request whose deadline has passed, or whose grammar's mask has not come in time."""
+        failed = self._expire_held(now)
         while (sequence := self._requests.pop_expired(now)) is not None:
             where = "waiting" if sequence.phase is Phase.WAITING else f"generating token {sequence.num_output}"
             failed.append(Failed(sequence.submit.request_id, "DEADLINE_EXCEEDED", f"the deadline passed while {where}"))
             self._requests.end(sequence)
+        return failed
+
+    def _expire_held(self, now: float) -> list[Failed]:
+        failed = []
+        limit = self._limits.max_mask_wait_s
+        for sequence, since in list(self._seating.held.items()):
+            if since is None:
+                self._seating.held[sequence] = now
+            elif now - since >= limit and not (sequence.mask is not None and sequence.mask.is_ready):
+                message = (
+                    f"structured_outputs: the mask for output token {sequence.num_output} was not found within {limit:g} s "
+                    "(GRAMMAR_TIMEOUT_S): this grammar, or others of the tenant, take too much work"
+                )
+                failed.append(Failed(sequence.submit.request_id, "RESOURCE_EXHAUSTED", message))
+                self._requests.end(sequence)
         return failed
 
     def refuse(self) -> list[Failed]:
@@ -191,6 +213,7 @@ class Scheduler:
         """Plans a step, or returns None when nothing can run."""
         self._prefill.wake()
         seating = self._seating
+        seating.release()
         favoured = seating.make_room()
         draft = Draft(self._limits, seating.decoders, active=self._leases.active)
         draft.add_decodes(seating.grow)

@@ -36,6 +36,8 @@ class Seating:
         seats: Free seats; others only read them.
         decoders: Those of `running` that decode.
         relief: Who gives way.
+        held: Sequences that are out of the steps until their grammar's mask is there, and since when they are known to be; they
+            keep seat and pages, unless others need the pages.
         admitted: When those came that were seated for the first time since somebody took this list.
     """
 
@@ -49,6 +51,7 @@ class Seating:
         self._last_plan = np.zeros(limits.max_sequences, dtype=np.int64)
         self._leaving: list[Sequence] = []
         self.admitted: list[float] = []
+        self.held: dict[Sequence, float | None] = {}
         self.running: list[Sequence] = []
         self.seats = list(range(limits.max_sequences - 1, -1, -1))
         self.decoders = Decoders(limits, tenants.ledger, page_size=pool.page_size)
@@ -87,6 +90,8 @@ class Seating:
         if sequence.came is not None:
             self.admitted.append(sequence.came)
             sequence.came = None
+        if sequence.mask is not None:
+            sequence.mask.begin()
         self._tenants.start(sequence)
         sequence.phase = Phase.RUNNING
         sequence.is_unfinished = True
@@ -102,7 +107,7 @@ class Seating:
         while not self._pool.num_free:
             if self._leaving:
                 return None
-            idle = [other for other in self.running if other.paused]
+            idle = [other for other in self.running if other.paused or other.is_held]
             victim = idle[-1] if idle else self.relief.page_victim(sequence)
             if victim is None:
                 return None
@@ -146,13 +151,29 @@ class Seating:
 
     def resume(self, sequence: Sequence) -> None:
         """Lets a sequence decode again that was paused, if it did before."""
-        if sequence.phase is Phase.RUNNING and not sequence.is_unfinished and not sequence.preempting:
+        if sequence.phase is Phase.RUNNING and not (sequence.is_unfinished or sequence.preempting or sequence.is_held):
             self.decoders.add(sequence)
+
+    def hold(self, sequence: Sequence, position: int) -> None:
+        """Takes a sequence out of the steps until its mask is there; then its row at `position` is computed again."""
+        self.decoders.remove(sequence)
+        sequence.num_scheduled, sequence.num_charged = position, position + 1
+        if sequence.phase is Phase.RUNNING and not sequence.preempting:
+            sequence.is_held = True
+            self.held[sequence] = None
+
+    def release(self) -> None:
+        """Lets those decode again whose mask has come."""
+        for sequence in [one for one in self.held if one.mask is None or one.mask.is_ready]:
+            self._drop_held(sequence)
+            if not sequence.paused:
+                self.decoders.add(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes seat and pages from a running sequence, at once or as soon as nothing of it is in flight."""
         sequence.preempting = True
         self.decoders.remove(sequence)
+        self._drop_held(sequence)
         if self._is_in_flight(sequence):
             self._leaving.append(sequence)
         else:
@@ -161,10 +182,17 @@ class Seating:
     def end(self, sequence: Sequence) -> None:
         """Takes back what an ended sequence holds, at once or as soon as nothing of it is in flight."""
         self.decoders.remove(sequence)
+        self._drop_held(sequence)
+        if sequence.mask is not None:
+            sequence.mask.stop()
         if self._is_in_flight(sequence):
             self._leaving.append(sequence)
         else:
             self._give_back(sequence)
+
+    def _drop_held(self, sequence: Sequence) -> None:
+        sequence.is_held = False
+        self.held.pop(sequence, None)
 
     def _is_in_flight(self, sequence: Sequence) -> bool:
         return sequence.seat >= 0 and bool(self._last_plan[sequence.seat] > self._num_committed)

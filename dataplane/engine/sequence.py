@@ -80,6 +80,8 @@ class Sequence:
         prompt_scores: Logprobs of the prompt's tokens from the second on, as far as they are committed.
         num_targets: Prompt tokens after the first that are scored or planned to be.
         is_scored: Prompt tokens are left to score.
+        mask: What its grammar allows; None without a grammar.
+        is_held: It is out of the steps until its mask is there.
         passes: Steps in which others were admitted before it although it stood ahead of them.
     """
 
@@ -90,6 +92,7 @@ class Sequence:
         "chain",
         "deadline",
         "is_ahead",
+        "is_held",
         "is_parked",
         "is_scored",
         "is_unfinished",
@@ -162,6 +165,7 @@ class Sequence:
         self.passes = 0
         self.plain = submit.sampling.is_plain
         self.mask = mask
+        self.is_held = False
         self.paused = False
         self.prompt_scores: list[Logprobs] = []
         self.num_targets = 0

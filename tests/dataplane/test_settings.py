@@ -42,6 +42,9 @@ def test_sizes_that_are_not_set_follow_from_the_machine(tmp_path: Path) -> None:
         {"max_render_s": "0"},
         {"max_render_s": "61"},
         {"unknown": "1"},
+        {"grammar_bytes": "1000"},
+        {"grammar_timeout_s": "0"},
+        {"grammar_ms_price": "-1"},
     ],
 )
 def test_a_bad_value_is_refused(tmp_path: Path, fault: dict[str, str]) -> None:

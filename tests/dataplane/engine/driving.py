@@ -126,7 +126,7 @@ class Device:
         assert plan.num_tokens == sum(rows.count for rows in rows_of(plan))
         for rows in rows_of(plan):
             table = self.tables.setdefault(rows.seat, [])
-            if rows.new_pages or not rows.start:
+            if rows.new_pages or (rows.ids and not rows.start):
                 del table[rows.num_pages_before :]
             table += rows.new_pages
             assert rows.num_shared_pages * self.page_size <= rows.start

@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import llguidance
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from dataplane.engine import grammar as module
 from dataplane.engine.client import EngineClient
 from dataplane.engine.config import EngineConfig
-from dataplane.engine.grammar import GrammarCompiler, GrammarMask, Grammars, read_eos_ids
-from dataplane.engine.intake import Arrival
+from dataplane.engine.grammar import GrammarCompiler, GrammarMask, Grammars, Lexers, explain, read_eos_ids
 from dataplane.engine.messages import Sampling, Submit
 from tests.dataplane.engine.conftest import EOS
 from tests.dataplane.engine.conftest import SPOKEN_VOCAB as VOCAB
+from tests.dataplane.engine.heavy_grammars import HEAVY, of_regex, of_schema
 from veneer.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 
 SCHEMA = {
@@ -30,14 +33,6 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
-
-def of_regex(pattern: str) -> str:
-    return llguidance.LLMatcher.grammar_from_regex(pattern)
-
-
-def of_schema(schema: dict[str, Any]) -> str:
-    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": False})
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +56,9 @@ def request(name: str, grammar: str = "", **fields: Any) -> Submit:
     return Submit(request_id=name, tenant="t", prompt=(5, 6, 7), sampling=Sampling(grammar=grammar, **values))
 
 
-def arrival(name: str, grammar: str) -> Arrival:
-    return Arrival(request(name, grammar))
+def token_of(compiler: GrammarCompiler, text: str) -> int:
+    assert compiler._tokenizer is not None
+    return int(compiler._tokenizer.tokenize_str(text)[0])
 
 
 async def ids_of(client: EngineClient, submit: Submit) -> list[int]:
@@ -120,15 +116,24 @@ async def test_a_grammar_that_does_not_compile_ends_its_own_request(client: Engi
     assert (state.running, state.waiting, state.kv_pages_used) == (0, 0, 0)
 
 
-async def test_rules_that_leave_no_token_end_the_request(client: EngineClient) -> None:
+async def test_a_grammar_that_is_complete_ends_the_stream_before_min_tokens(client: EngineClient, spoken_dir: Path) -> None:
+    ids = await ids_of(client, request("r", of_regex("ab"), min_tokens=9))
+    assert ids[-1] == EOS
+    assert Tokenizer.from_file(str(spoken_dir / "tokenizer.json")).decode(ids) == "ab"
+
+
+async def test_a_grammar_that_may_go_on_does_so_until_min_tokens(client: EngineClient) -> None:
+    assert len(await ids_of(client, request("r", of_regex("a*"), min_tokens=20, max_tokens=30))) > 20
+
+
+async def test_rules_that_leave_no_token_end_the_request(client: EngineClient, spoken_dir: Path) -> None:
+    letter = Tokenizer.from_file(str(spoken_dir / "tokenizer.json")).encode("a").ids[0]
     with pytest.raises(InvalidArgumentError, match="leave no token"):
-        await ids_of(client, request("r", of_regex("a"), min_tokens=9))
+        await ids_of(client, request("r", of_regex("a"), bad_words=((letter,),)))
     assert (await client.state()).kv_pages_used == 0
 
 
-async def test_an_engine_that_stops_ends_requests_whose_grammar_is_being_compiled(
-    client: EngineClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_step_waits_for_a_compilation(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, gate = threading.Event(), threading.Event()
     compile_ = GrammarCompiler.compile
 
@@ -141,7 +146,7 @@ async def test_an_engine_that_stops_ends_requests_whose_grammar_is_being_compile
     held = asyncio.create_task(ids_of(client, request("held", of_regex("ab"))))
     gone = asyncio.create_task(ids_of(client, request("gone", of_regex("cd"))))
     assert await asyncio.to_thread(entered.wait, 60)
-    assert len(await ids_of(client, request("other", max_tokens=5, stop_token_ids=()))) == 5, "no step waits for a compilation"
+    assert len(await ids_of(client, request("other", max_tokens=5, stop_token_ids=()))) == 5
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
     gate.set()
@@ -149,30 +154,190 @@ async def test_an_engine_that_stops_ends_requests_whose_grammar_is_being_compile
     assert (await client.state()).waiting == 0
 
 
-def test_a_mask_that_takes_too_much_work_is_the_requests_own_fault(compiler: GrammarCompiler) -> None:
-    grammars = Grammars(compiler, wake=lambda: None, max_pending=1)
-    mask = GrammarMask(compiler.compile(of_regex("ab")), grammars._masks)
-    assert len(mask.allowed()) * 8 >= VOCAB
-    mask.advance(EOS)
-    with pytest.raises(ResourceExhaustedError):
-        mask.allowed()
-    grammars.stop()
+class SlowMasks:
+    """Every mask waits until a test lets it go; the grammar is found as ever."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate = threading.Semaphore(0)
+        find = GrammarMask._find
+
+        def wait(mask: GrammarMask) -> bytes:
+            self.gate.acquire()
+            return find(mask)
+
+        monkeypatch.setattr(GrammarMask, "_find", wait)
 
 
-def test_grammars_that_wait_are_bounded_and_their_ids_unique(compiler: GrammarCompiler) -> None:
+@pytest.mark.parametrize("stepping", ["serial", "overlapped"])
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+async def test_a_row_without_its_mask_leaves_the_step_and_comes_to_the_same_text(
+    spoken_dir: Path, monkeypatch: pytest.MonkeyPatch, stepping: str, temperature: float
+) -> None:
+    config = EngineConfig(
+        model_dir=str(spoken_dir), dtype="float32", num_threads=1, max_sequences=8, max_step_tokens=32, kv_bytes=1 << 20,
+        arena_bytes=0, max_slots=1, stepping=stepping, batch_invariant=True,
+    )  # fmt: skip
+    engine = await EngineClient.start(config, in_process=True)
+    fields = {"temperature": temperature, "seed": 3, "frequency_penalty": 0.5, "logprobs": 1}
+    wanted = await ids_of(engine, request("quick", of_regex("[a-z ]{9}"), **fields))
+    free = await ids_of(engine, request("free", max_tokens=30, stop_token_ids=()))
+    slow = SlowMasks(monkeypatch)
+    late = asyncio.create_task(ids_of(engine, request("late", of_regex("[a-z ]{9}"), **fields)))
+    for number in range(len(wanted)):
+        assert await ids_of(engine, request(f"free{number}", max_tokens=30, stop_token_ids=())) == free
+        slow.gate.release()
+    for _ in range(99):
+        slow.gate.release()
+    assert await late == wanted
+    async with asyncio.timeout(30):
+        while (await engine.state()).kv_pages_used:  # the last step may still run
+            pass
+    await engine.stop()
+
+
+async def test_a_mask_that_does_not_come_ends_its_request_at_the_limit(spoken_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowMasks(monkeypatch)
+    config = EngineConfig(
+        model_dir=str(spoken_dir), dtype="float32", num_threads=1, max_sequences=8, max_step_tokens=32, kv_bytes=1 << 20,
+        arena_bytes=0, max_slots=1, grammar_timeout_s=0.05,
+    )  # fmt: skip
+    engine = await EngineClient.start(config, in_process=True)
+    with pytest.raises(
+        ResourceExhaustedError, match=r"structured_outputs: the mask for output token 0 was not found within 0.05 s"
+    ):
+        await ids_of(engine, request("late", of_regex("ab")))
+    assert (await engine.state()).kv_pages_used == 0
+    for _ in range(99):
+        slow.gate.release()
+    await engine.stop()
+
+
+def grammars_of(compiler: GrammarCompiler, *, max_bytes: int = 64 << 20) -> tuple[Grammars, threading.Event]:
     woken = threading.Event()
-    grammars = Grammars(compiler, wake=woken.set, max_pending=2)
-    grammars.prepare(arrival("a", of_regex("a")), 1.0)
-    with pytest.raises(InvalidArgumentError, match="in use"):
-        grammars.prepare(arrival("a", of_regex("a")), 1.0)
-    grammars.prepare(arrival("b", of_regex("a")), 2.0)
-    with pytest.raises(ResourceExhaustedError):
-        grammars.prepare(arrival("c", of_regex("a")), 3.0)
-    grammars.drop("b")
-    assert woken.wait(60)
+    return Grammars(compiler, wake=woken.set, max_bytes=max_bytes), woken
+
+
+def next_mask(mask: GrammarMask, woken: threading.Event) -> bytes:
+    """Waits for a mask as the step loop does."""
+    while not mask.is_ready:
+        assert woken.wait(60)
+        woken.clear()
+    found = mask.allowed(len(mask._tokens))
+    assert found is not None
+    return found
+
+
+def test_a_mask_is_for_one_place_of_the_output_and_nothing_waits_for_it(compiler: GrammarCompiler) -> None:
+    grammars, woken = grammars_of(compiler)
+    mask = grammars.mask("t", of_regex("ab"))
+    assert (mask.is_ready, mask.allowed(0)) == (False, None)
+    mask.begin()
+    mask.begin()
+    assert len(next_mask(mask, woken)) * 8 >= VOCAB
+    assert mask.allowed(1) is None
+    mask.stop()
     grammars.stop()
-    assert [(settled.submit.request_id, came) for settled, came, _ in grammars.settle()] == [("a", 1.0)]
-    assert grammars.request_ids == ()
+
+
+def test_a_grammar_that_takes_too_much_work_is_its_requests_own_fault(compiler: GrammarCompiler) -> None:
+    grammars, woken = grammars_of(compiler)
+    mask = grammars.mask("t", llguidance.LLMatcher.grammar_from_lark('start: e\ne: e e | e e e | "a" | /[a-z ]/'))
+    mask.begin()
+    with pytest.raises(ResourceExhaustedError, match=r"structured_outputs: at output token .* takes too much work.*10,000"):
+        for _ in range(99):
+            next_mask(mask, woken)
+            mask.advance(token_of(compiler, "a"))
+    mask.stop()
+    grammars.stop()
+
+
+def test_a_lexer_that_ran_into_a_limit_stops_no_other_request(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with one grammar share its lexer, and a limit stops a lexer for good."""
+    grammars, woken = grammars_of(compiler)
+    pattern = of_regex("(.{0,40}a.{0,40}b)*")
+    first, second = grammars.mask("t", pattern), grammars.mask("t", pattern)
+    for mask in (first, second):
+        mask.begin()
+        next_mask(mask, woken)
+    shared = first._lexer
+    assert shared is second._lexer
+    assert shared is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(GrammarMask, "_step", lambda mask: (None, "lexer error: too many states"))
+        first.advance(token_of(compiler, "a"))
+        with pytest.raises(ResourceExhaustedError, match="states"):
+            next_mask(first, woken)
+    assert shared.is_retired
+    second.advance(token_of(compiler, "a"))
+    want = compiler.compile(pattern)
+    want.consume_token(token_of(compiler, "a"))
+    assert next_mask(second, woken) == want.compute_bitmask()
+    assert second._lexer is not shared
+    for mask in (first, second):
+        mask.stop()
+    grammars.stop()
+
+
+def test_the_bytes_of_grammars_are_bounded_and_one_tenant_displaces_its_own(compiler: GrammarCompiler) -> None:
+    lexers = Lexers(compiler, max_bytes=8 << 20)
+    kept, _ = lexers.open("quiet", of_regex("quiet"))
+    lexers.close(kept)
+    for number in range(40):
+        lexer, is_new = lexers.open("greedy", of_regex(f"x{number}"))
+        assert is_new
+        lexers.worked(lexer, 0.001)
+        lexers.close(lexer)
+        assert lexers.num_bytes <= 8 << 20
+    assert not kept.is_retired
+    assert lexers.open("quiet", of_regex("quiet")) == (kept, False)
+    assert lexers.open("greedy", of_regex("quiet"))[0] is not kept, "tenants share no lexer"
+
+
+def test_a_lexer_that_grows_beyond_its_part_is_left_and_its_request_goes_on(compiler: GrammarCompiler) -> None:
+    grammars, woken = grammars_of(compiler)
+    mask = grammars.mask("t", of_regex("[a-c]{9}"))
+    mask.begin()
+    next_mask(mask, woken)
+    before = mask._lexer
+    assert before is not None
+    grammars.lexers.worked(before, 1.0)
+    mask.advance(token_of(compiler, "a"))
+    next_mask(mask, woken)
+    assert mask._lexer is not before
+    assert grammars.lexers.num_bytes < 8 << 20
+    mask.stop()
+    grammars.stop()
+    grammars.lexers.retire(mask._lexer or before)
+
+
+def test_a_mask_looks_no_further_than_one_token(compiler: GrammarCompiler, spoken_dir: Path) -> None:
+    """Where a text can go on in one way only, each token that begins it is allowed: nothing finds out how far that way goes."""
+    text = "the quick fox" * 400
+    pieces = Tokenizer.from_file(str(spoken_dir / "tokenizer.json")).get_vocab()
+    begins = {id_ for piece, id_ in pieces.items() if id_ != EOS and text.startswith(piece.replace("Ġ", " "))}
+    mask = np.unpackbits(np.frombuffer(compiler.compile(of_regex(text)).compute_bitmask(), dtype=np.uint8), bitorder="little")
+    assert set(mask.nonzero()[0].tolist()) == begins
+    assert len(begins) > 1
+
+
+@pytest.mark.parametrize("kind", HEAVY)
+def test_each_piece_of_a_heavy_grammars_work_has_an_end(compiler: GrammarCompiler, kind: str) -> None:
+    matcher = compiler.compile(HEAVY[kind])
+    for _ in range(12):
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        if matcher.is_error():
+            assert "takes too much work" in explain(matcher.get_error())
+            return
+        matcher.consume_token(int(mask.nonzero()[0][-1]))
+
+
+def test_what_grammars_hold_is_no_more_than_they_are_taken_to_hold(spoken_dir: Path) -> None:
+    """In a process of its own, whose resident memory is theirs; the library does not say what it holds."""
+    command = [sys.executable, "-m", "tests.dataplane.engine.heavy_grammars", str(spoken_dir), str(VOCAB)]
+    told = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=300).stdout)
+    for kind, (held, taken) in told.items():
+        assert held <= taken + (4 << 20), kind
+        assert held < 48 << 20, kind
 
 
 def test_without_the_library_only_structured_outputs_are_missing(spoken_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def _asking_its_grammar(patch: Patch) -> None:
     ban = LogitRules._ban
 
     class Broken:
-        def allowed(self) -> bytes:
+        def allowed(self, index: int) -> bytes:
             raise ZeroDivisionError
 
     def fail(self: LogitRules, logits: Any, rows: Sequence[Pick]) -> Any:

@@ -65,7 +65,7 @@ class Mask:
         for token in allowed:
             self._bits[token // 8] |= 1 << token % 8
 
-    def allowed(self) -> bytes:
+    def allowed(self, index: int) -> bytes | None:
         return bytes(self._bits)
 
     def advance(self, token: int) -> None:
@@ -75,7 +75,7 @@ class Mask:
 class Broken(Mask):
     """A mask that cannot go on."""
 
-    def allowed(self) -> bytes:
+    def allowed(self, index: int) -> bytes | None:
         raise ResourceExhaustedError("the grammar is too complex here")
 
 
@@ -132,7 +132,7 @@ def test_every_logit_is_what_the_definition_gives(seed: int) -> None:
         rules.start(row)
     logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(seed))
     want = torch.tensor([sequence.ruled(row) for sequence, row in zip(sequences, logits.tolist(), strict=True)])
-    assert rules.apply(logits, [row.pick for row in rows]) == {}
+    assert rules.apply(logits, [row.pick for row in rows]) == ({}, set())
     torch.testing.assert_close(logits, want, rtol=1e-6, atol=1e-6)
 
 
@@ -170,6 +170,43 @@ def test_rules_that_leave_nothing_end_their_own_row_only(temperature: float, mas
     assert list(samples.more) == [0]
     assert int(samples.tokens[1]) == VOCAB - 1
     assert mask.tokens == []
+
+
+class Late(Mask):
+    """A mask that is not there yet."""
+
+    def allowed(self, index: int) -> bytes | None:
+        return None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_mask_is_not_there_is_held_and_its_neighbours_have_their_tokens(temperature: float) -> None:
+    late, ready = Late(3), Mask(17)
+    masks = [late, ready, None, late]
+    sequences = [
+        Sequence(i, (1,), grammar="g" if mask else "", mask=mask, temperature=temperature, logprobs=1)
+        for i, mask in enumerate(masks)
+    ]
+    sampler = Sampler(max_sequences=4, vocab_size=VOCAB, device=CPU)
+    rows = [sequence.planned() for sequence in sequences]
+    for row in rows:
+        sampler.start(row)
+    samples = sampler.sample(torch.arange(VOCAB, dtype=torch.float32).repeat(4, 1) * 100, picks(rows))
+    assert {i for i, one in samples.more.items() if one.is_held} == {0, 3}
+    assert all(samples.more[i].fault is None and samples.more[i].token is None for i in (0, 3))
+    assert samples.tokens[1:3].tolist() == [17, VOCAB - 1]
+    assert (late.tokens, ready.tokens) == ([], [17])
+
+
+@pytest.mark.parametrize(("allowed", "chosen"), [((5,), 5), ((5, 6), 6), ((5, 17), 17), ((17, 20), 20)])
+def test_a_grammar_that_is_complete_ends_before_min_tokens_and_any_other_does_not(allowed: tuple[int, ...], chosen: int) -> None:
+    sequence = Sequence(0, (1,), grammar="g", mask=Mask(*allowed), min_tokens=9, stop_token_ids=(5, 6, VOCAB + 9))
+    sampler = Sampler(max_sequences=1, vocab_size=VOCAB, device=CPU)
+    row = sequence.planned()
+    sampler.start(row)
+    samples = sampler.sample(torch.arange(VOCAB, dtype=torch.float32).repeat(1, 1), picks([row]))
+    assert samples.more == {}
+    assert samples.tokens.tolist() == [chosen]
 
 
 def test_a_row_that_is_not_finite_is_found_whatever_its_rules() -> None:

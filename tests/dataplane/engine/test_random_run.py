@@ -99,7 +99,7 @@ async def assert_everything_is_given_back(client: EngineClient, load: Load) -> N
     assert client._streams == client._queries == {}
     engine = client._link._engine  # type: ignore[attr-defined]
     assert_idle(engine._scheduler)
-    assert engine._grammars.request_ids == ()
+    assert engine._scheduler._seating.held == {}
     residency = engine._adapters.residency
     assert residency.wanted() == ()
     assert (residency._entries, residency._copies.units.free, len(residency._copies._free_slots)) == ({}, 50, 3)
