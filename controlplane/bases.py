@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from controlplane import models
 from controlplane.db import OPERATOR, PUBLIC, Database
 from controlplane.paging import page_limit, page_start, page_token
-from veneer.artifact import BaseDescription, TargetModule
+from veneer.artifact import BaseDescription, EdgeDigest, TargetModule
 from veneer.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, Violation
 
 
@@ -33,7 +33,9 @@ class Bases:
         self._database = database
 
     async def register(self, base: BaseDescription) -> RegisteredBase:
-        """Registers a base; the same digest again gives the stored row, to which it adds the ends of sequences if it has none.
+        """Registers a base; the same digest again gives the stored row, to which it adds ends of sequences and digests of edges.
+
+        Each is added only if the row has none.
 
         Raises:
             InvalidArgumentError: An end of sequences is no token of the base.
@@ -57,13 +59,16 @@ class Bases:
             "max_context": base.max_context,
             "known_names": list(base.known_names),
             "eos_ids": None if base.eos_ids is None else list(base.eos_ids),
+            "edge_digests": None if base.edge_digests is None else [dataclasses.asdict(one) for one in base.edge_digests],
         }
         columns = models.bases.c
-        is_less = (columns.digest == base.digest, columns.eos_ids.is_(None))
+        later = {"eos_ids": row["eos_ids"], "edge_digests": row["edge_digests"]}
         async with self._database.transaction(OPERATOR, refusals={"uq_bases_name": taken}) as connection:
             await connection.execute(insert(models.bases).values(row).on_conflict_do_nothing(index_elements=["digest"]))
-            if base.eos_ids is not None:
-                await connection.execute(update(models.bases).where(*is_less).values(eos_ids=row["eos_ids"]))
+            for name, value in later.items():
+                is_less = (columns.digest == base.digest, columns[name].is_(None))
+                if value is not None:
+                    await connection.execute(update(models.bases).where(*is_less).values({name: value}))
             stored = (await connection.execute(select(models.bases).where(columns.digest == base.digest))).one()
         return _base(stored)
 
@@ -122,5 +127,6 @@ def _base(row: Row[Any]) -> RegisteredBase:
         max_context=row.max_context,
         known_names=tuple(row.known_names),
         eos_ids=None if row.eos_ids is None else tuple(row.eos_ids),
+        edge_digests=None if row.edge_digests is None else tuple(EdgeDigest(**one) for one in row.edge_digests),
     )
     return RegisteredBase(description, row.create_time)

@@ -70,6 +70,7 @@ bases = Table(
     Column("vocab_size", BigInteger, nullable=False),
     Column("max_context", BigInteger, nullable=False),
     Column("known_names", ARRAY(Text), nullable=False),
+    Column("edge_digests", JSONB(none_as_null=True)),  # null of bases that were registered before they were kept
     Column("eos_ids", ARRAY(BigInteger)),
     _created(),
     UniqueConstraint("name"),

@@ -28,7 +28,7 @@ from controlplane.resolve import Caller, Resolution, Servable
 from controlplane.tenants import Tenant
 from controlplane.usage import Counts, Used
 from controlplane.usage import Entry as UsageEntry
-from veneer.artifact import BaseDescription, TargetModule
+from veneer.artifact import BaseDescription, EdgeDigest, TargetModule
 from veneer.controlplane.v1 import bases_pb2, canaries_pb2, catalog_pb2, nodes_pb2, tenants_pb2
 from veneer.errors import InvalidArgumentError, Violation
 from veneer.reports import report_message
@@ -223,6 +223,9 @@ def base_message(base: RegisteredBase) -> bases_pb2.Base:
         max_context=known.max_context,
         known_names=known.known_names,
         ends=None if known.eos_ids is None else bases_pb2.SequenceEnds(token_ids=known.eos_ids),
+        edges=None
+        if known.edge_digests is None
+        else bases_pb2.EdgeDigests(digests=[bases_pb2.EdgeDigest(**dataclasses.asdict(one)) for one in known.edge_digests]),
         create_time=timestamp(base.create_time),
     )
 
@@ -240,6 +243,9 @@ def base_description(base: bases_pb2.Base) -> BaseDescription:
         max_context=base.max_context,
         known_names=tuple(base.known_names),
         eos_ids=tuple(base.ends.token_ids) if base.HasField("ends") else None,
+        edge_digests=tuple(EdgeDigest(one.site, one.dtype, one.sha256) for one in base.edges.digests)
+        if base.HasField("edges")
+        else None,
     )
 
 

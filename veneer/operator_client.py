@@ -50,6 +50,11 @@ class OperatorClient(OrganizationCalls, ServingCalls):
             max_context=base.max_context,
             known_names=base.known_names,
             ends=None if base.eos_ids is None else bases_pb2.SequenceEnds(token_ids=base.eos_ids),
+            edges=None
+            if base.edge_digests is None
+            else bases_pb2.EdgeDigests(
+                digests=[bases_pb2.EdgeDigest(site=one.site, dtype=one.dtype, sha256=one.sha256) for one in base.edge_digests]
+            ),
         )
         response = await self._ask(self._bases.RegisterBase, bases_pb2.RegisterBaseRequest(base=message))
         return typed(bases_pb2.Base, response.base)

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from tests.fixtures.controlplane import BASE_DIGEST, World, refused, tiny_base
+from veneer.artifact import EdgeDigest
 from veneer.controlplane.v1 import bases_pb2
 
 
@@ -42,6 +43,20 @@ async def test_the_ends_of_sequences_are_kept_and_added_to_a_base_that_lacks_the
     await world.base()
     await world.base(dataclasses.replace(tiny_base(), eos_ids=(7,)))
     assert await ends(world) == [eos_ids]
+
+
+async def test_digests_of_embedding_and_head_are_kept_and_added_to_a_base_that_lacks_them(world: World) -> None:
+    async def kept() -> list[tuple[str, str, str]] | None:
+        (one,) = (await world.operator.bases.ListBases(bases_pb2.ListBasesRequest())).bases
+        return [(edge.site, edge.dtype, edge.sha256) for edge in one.edges.digests] if one.HasField("edges") else None
+
+    first, other = (EdgeDigest("embed", "F32", letter * 64) for letter in "ab")
+    await world.base()
+    assert await kept() is None
+    await world.base(dataclasses.replace(tiny_base(), edge_digests=(first,)))
+    await world.base(dataclasses.replace(tiny_base(), edge_digests=(other,)))
+    await world.base()
+    assert await kept() == [("embed", "F32", "a" * 64)]
 
 
 async def test_an_end_beyond_the_vocabulary_is_refused(world: World) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from veneer.artifact.artifact import Artifact, Vectors, check
 from veneer.artifact.base_model import describe_base, read_eos_ids
 from veneer.artifact.base_weights import BaseWeights
-from veneer.artifact.description import BaseDescription, TargetModule
+from veneer.artifact.description import BaseDescription, EdgeDigest, TargetModule
 from veneer.artifact.digest import version_digest
 from veneer.artifact.faults import ArtifactError
 from veneer.artifact.header import TensorRef
+from veneer.artifact.hub import folder_name
 from veneer.artifact.limits import Limits
 from veneer.artifact.pairs import Bias, Pair
 from veneer.artifact.report import LimitUse, ModuleReport, Report
@@ -25,6 +26,7 @@ __all__ = [
     "BaseDescription",
     "BaseWeights",
     "Bias",
+    "EdgeDigest",
     "LimitUse",
     "Limits",
     "ModuleReport",
@@ -35,6 +37,7 @@ __all__ = [
     "Vectors",
     "check",
     "describe_base",
+    "folder_name",
     "read_eos_ids",
     "version_digest",
 ]

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from veneer.artifact.config import WHERE, Config, read_config
+from veneer.artifact.copies import check_copies
 from veneer.artifact.description import BaseDescription
 from veneer.artifact.faults import Faults, quote
 from veneer.artifact.header import DTYPE_BYTES, FLOAT_DTYPES, HeaderLimits, TensorRef, read_header
@@ -129,9 +130,15 @@ def check(
             raise AssertionError("a configuration that cannot be read is a fault")
         _check_invocation(settings.invocation_tokens, base, faults=faults)
         updates = pair_up(tensors, settings, base, limits=limits, faults=faults)
-        statistics = _measure(source, tensors, limits=limits, faults=faults)
+        copies = {tensor.name for _, tensor in updates.copies}
+        equal = check_copies(source, updates.copies, base, faults=faults)
+        applied = [tensor for tensor in tensors if tensor.name not in copies]
+        statistics = _measure(source, applied, limits=limits, faults=faults)
         faults.raise_if_any()
         _warn(settings, base, updates.pairs, statistics)
+        settings.warnings.extend(
+            f"{quote(name)} is a copy of the base's own weights, equal to them; it adds nothing" for name in equal
+        )
         found = Findings(
             settings=settings,
             config_bytes=len(config),

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from veneer.artifact.description import BaseDescription, TargetModule
+import numpy as np
+import numpy.typing as npt
+
+from veneer.artifact.copies import digests_of
+from veneer.artifact.description import BaseDescription, EdgeDigest, TargetModule
 from veneer.artifact.digest import Manifest
 from veneer.artifact.ends import find_ends
 from veneer.artifact.families import read_family, read_max_context, read_modules, whole
 from veneer.artifact.faults import Faults, quote
 from veneer.artifact.header import DTYPE_BYTES, FLOAT_DTYPES, HeaderLimits, TensorRef, read_header
+from veneer.artifact.hub import folder_name
 from veneer.artifact.source import opened
 from veneer.artifact.strict_json import parse_object
+from veneer.artifact.values import widen
 
 _HEADER_LIMITS = HeaderLimits(
     max_header_bytes=64 << 20, max_tensors=1 << 16, max_name_chars=256, max_dimension=1 << 31, dtypes=frozenset(DTYPE_BYTES)
@@ -42,7 +48,7 @@ def describe_base(folder: Path, *, name: str | None = None, known_names: Sequenc
 
     Args:
         folder: Holds config.json, tokenizer.json and one or more safetensors files.
-        name: Human name; by default the config's `_name_or_path`, else the folder's name.
+        name: Human name; by default the config's `_name_or_path`, else the folder's name; see `folder_name`.
         known_names: Further names under which adapter files may refer to this base.
 
     Raises:
@@ -66,8 +72,8 @@ def describe_base(folder: Path, *, name: str | None = None, known_names: Sequenc
     eos_ids, named_apart = _read_ends(folder, config, vocab_size, faults=faults)
     faults.raise_if_any()
     written_name = _read_name(config)
-    chosen = name or written_name or folder.resolve().name
-    others = [other for other in (*known_names, written_name, folder.resolve().name) if other and other != chosen]
+    chosen = name or written_name or folder_name(folder)
+    others = [other for other in (*known_names, written_name, folder_name(folder)) if other and other != chosen]
     return BaseDescription(
         digest=_digest(config, shards, text, eos_ids if named_apart else ()),
         name=chosen[:200],
@@ -78,7 +84,26 @@ def describe_base(folder: Path, *, name: str | None = None, known_names: Sequenc
         max_context=max_context,
         known_names=tuple(dict.fromkeys(other[:200] for other in others)),
         eos_ids=eos_ids,
+        edge_digests=_edge_digests(shards, config),
     )
+
+
+def _edge_digests(shards: Sequence[Shard], config: dict[str, Any]) -> tuple[EdgeDigest, ...]:
+    """Digests of the embedding and the head; a base that ties them, or has no head of its own, has the embedding's twice."""
+    places = {tensor.name: (shard.path, tensor) for shard in shards for tensor in shard.tensors}
+    embedding, head = places["model.embed_tokens.weight"], places.get("lm_head.weight")
+    found = digests_of(_parts(*embedding), "embed")
+    if head is None or config.get("tie_word_embeddings") is True:
+        return (*found, *(EdgeDigest("head", one.dtype, one.sha256) for one in found))
+    if head[1].shape != embedding[1].shape or head[1].dtype not in FLOAT_DTYPES:
+        return tuple(found)  # no copy of it is known
+    return (*found, *digests_of(_parts(*head), "head"))
+
+
+def _parts(path: Path, tensor: TensorRef) -> Iterator[npt.NDArray[np.float32]]:
+    with opened(path) as source:
+        for offset in range(0, tensor.size_bytes, _CHUNK_BYTES):
+            yield widen(source.read(tensor.offset + offset, min(_CHUNK_BYTES, tensor.size_bytes - offset)), tensor.dtype)
 
 
 def read_eos_ids(folder: Path, *, vocab_size: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from veneer.artifact.faults import Faults, quote
 from veneer.artifact.limits import Limits
 from veneer.artifact.patterns import Pattern, PatternError
 from veneer.artifact.strict_json import parse_object
-from veneer.artifact.support import CONVERT, FIELDS, PLAIN_STARTS, Verdict
+from veneer.artifact.support import CONVERT, FIELDS, PLAIN_STARTS, QUANTIZED, Verdict
 
 WHERE = "adapter_config.json"
 
@@ -43,6 +43,7 @@ class Config:
         rank_patterns: In the file's order; the first that matches counts.
         alpha_patterns: Likewise.
         target_modules: Module names, an expression, or None when the file leaves it open.
+        has_ties: What adapts the embedding is to adapt a head of the same weights too.
         use_dora: Every pair has a magnitude.
         lora_bias: Every pair has a bias.
         bias: `none`, or which of the base's biases the file may replace: `all` or `lora_only`.
@@ -58,6 +59,7 @@ class Config:
     rank_patterns: tuple[PatternValue, ...] = ()
     alpha_patterns: tuple[PatternValue, ...] = ()
     target_modules: tuple[str, ...] | str | None = None
+    has_ties: bool = False
     use_dora: bool = False
     lora_bias: bool = False
     bias: str = "none"
@@ -100,7 +102,8 @@ def read_config(data: bytes, *, limits: Limits, faults: Faults) -> Config | None
         use_rslora=_read_flag(fields, "use_rslora", faults=faults),
         rank_patterns=_read_patterns(fields, "rank_pattern", limits=limits, faults=faults),
         alpha_patterns=_read_patterns(fields, "alpha_pattern", limits=limits, faults=faults),
-        target_modules=_read_targets(fields.get("target_modules"), limits=limits, faults=faults),
+        target_modules=_read_targets(fields.get("target_modules"), warnings, limits=limits, faults=faults),
+        has_ties=bool(fields.get("ensure_weight_tying")),
         use_dora=_read_flag(fields, "use_dora", faults=faults),
         lora_bias=_read_flag(fields, "lora_bias", faults=faults),
         bias=bias if isinstance(bias, str) else "none",
@@ -143,7 +146,9 @@ def _check_support(fields: Mapping[str, Any], warnings: list[str], *, faults: Fa
             faults.add(f"{WHERE}: {name}", f"{quote(value)} is not supported; {known.name}: {known.note}")
     start = fields.get("init_lora_weights", True)
     if start is not None and not isinstance(start, bool) and start not in PLAIN_STARTS:
-        faults.add(f"{WHERE}: init_lora_weights", f"{quote(start)} is not supported; {CONVERT}")
+        faults.add(
+            f"{WHERE}: init_lora_weights", f"{quote(start)} is not supported; {QUANTIZED if start == 'loftq' else CONVERT}"
+        )
 
 
 def _read_rank(value: Any, name: str, *, limits: Limits, faults: Faults) -> float:
@@ -184,22 +189,28 @@ def _read_patterns(fields: Mapping[str, Any], name: str, *, limits: Limits, faul
     return tuple(values)
 
 
-def _read_targets(value: Any, *, limits: Limits, faults: Faults) -> tuple[str, ...] | str | None:
+def _read_targets(value: Any, warnings: list[str], *, limits: Limits, faults: Faults) -> tuple[str, ...] | str | None:
+    """Reads what the tensors are compared with. They decide, so that nothing is refused for its length."""
     where = f"{WHERE}: target_modules"
     if value is None:
         return None
     if isinstance(value, str):
         if len(value) > limits.max_pattern_chars:
-            faults.add(where, f"is longer than {limits.max_pattern_chars} characters")
+            most = f"more than the {limits.max_pattern_chars} that are looked at"
+            warnings.append(
+                f"target_modules was not compared with the tensors: its expression has {len(value)} characters, {most}"
+            )
             return None
         return value
-    if not isinstance(value, list) or not all(isinstance(name, str) and len(name) <= limits.max_name_chars for name in value):
-        faults.add(where, f"must be a string or a list of names of at most {limits.max_name_chars} characters")
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        faults.add(where, "must be a string or a list of names")
         return None
-    if len(value) > limits.max_tensors:
-        faults.add(where, f"has {len(value)} names; at most {limits.max_tensors} are allowed")
+    names = [name for name in value if len(name) <= limits.max_name_chars]
+    if len(names) < len(value) or len(names) > limits.max_tensors:
+        most = f"at most {limits.max_tensors} names of at most {limits.max_name_chars} characters are looked at"
+        warnings.append(f"target_modules was not compared with the tensors: {most}")
         return None
-    return tuple(value)
+    return tuple(names)
 
 
 def _read_invocation(value: Any, *, limits: Limits, faults: Faults) -> tuple[int, ...]:

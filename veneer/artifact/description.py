@@ -48,6 +48,21 @@ class TargetModule:
 
 
 @dataclass(frozen=True, slots=True)
+class EdgeDigest:
+    """A digest of the embedding's or the head's weights as one type.
+
+    Attributes:
+        site: `embed` or `head`; of a base whose head is its embedding, both are there and equal.
+        dtype: `F32`, `F16` or `BF16`, to which they are rounded from what the base's files hold.
+        sha256: Of the bytes of the matrix, [vocabulary, hidden]; 64 lower-case hex digits.
+    """
+
+    site: str
+    dtype: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class BaseDescription:
     """A base model as adapters are checked against it.
 
@@ -61,6 +76,7 @@ class BaseDescription:
         max_context: Longest context, in tokens.
         known_names: Other names under which adapter files may refer to it.
         eos_ids: Tokens that end a sequence; None where that is not known (registered before it was kept).
+        edge_digests: By which copies of embedding and head are known; None where they are not (likewise).
     """
 
     digest: str
@@ -72,6 +88,7 @@ class BaseDescription:
     max_context: int
     known_names: tuple[str, ...] = ()
     eos_ids: tuple[int, ...] | None = None
+    edge_digests: tuple[EdgeDigest, ...] | None = None
 
     @property
     def edges(self) -> tuple[TargetModule, ...]:
@@ -98,4 +115,6 @@ class BaseDescription:
         fields["known_names"] = tuple(fields["known_names"])
         if fields.get("eos_ids") is not None:
             fields["eos_ids"] = tuple(fields["eos_ids"])
+        if fields.get("edge_digests") is not None:
+            fields["edge_digests"] = tuple(EdgeDigest(**one) for one in fields["edge_digests"])
         return cls(**fields)

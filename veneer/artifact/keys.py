@@ -19,6 +19,7 @@ from veneer.artifact.support import refused_tensor
 _PREFIX = "base_model.model."
 _NAME = r"(?:\.(?!weight$)(?P<adapter>[A-Za-z0-9_-]+))?"
 _EMBEDDED = r"(?:\.(?P<embedded>[A-Za-z0-9_-]+))?"
+_COPY = re.compile(r"(?P<path>.*?(?:embed_tokens|lm_head))(?:\.base_layer)?\.weight")
 # What a name ends with. The first that fits counts: a bias inside a LoRA layer ends like one of the base.
 _PARTS = {
     "A": re.compile(rf"(?P<path>.+)\.lora_(?:A{_NAME}\.weight|embedding_A{_EMBEDDED})"),
@@ -37,7 +38,8 @@ class Key:
         path: Module path as PEFT sees it, which its patterns match against.
         layer: Decoder layer; the number of layers for embedding and head.
         slice: Index into the base's modules, or its edges.
-        part: `A`, `B`, `magnitude` (DoRA), `lora_bias` (of B) or `bias` (in place of the base's own).
+        part: `A`, `B`, `magnitude` (DoRA), `lora_bias` (of B), `bias` (in place of the base's own) or `copy` (of the base's
+            embedding or head).
         adapter: The adapter's own name when the key holds one, else empty.
         has_head: Whether the path is that of a language model with its head.
     """
@@ -72,7 +74,10 @@ class KeyMap:
             The key, or what is wrong with the name.
         """
         part, match = next(((part, found) for part, form in _PARTS.items() if (found := form.fullmatch(name))), ("", None))
-        feature = refused_tensor(name)
+        copy = _COPY.fullmatch(name)
+        if match is None and copy is not None:
+            part, match = "copy", copy
+        feature = refused_tensor(name) if part != "copy" else None
         if feature is not None:
             return f"{feature.name} is not supported; {feature.note}"
         if match is None:

@@ -59,10 +59,11 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """What a file does to the base: the sound pairs and biases, each by layer, then slice."""
+    """What a file does to the base: the sound pairs and biases, each by layer, then slice; and copies of what the base has."""
 
     pairs: tuple[Pair, ...]
     biases: tuple[Bias, ...]
+    copies: tuple[tuple[Key, TensorRef], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ def pair_up(tensors: Iterable[TensorRef], config: Config, base: BaseDescription,
         ArtifactError: The configuration's expressions would take too long to match.
 
     Returns:
-        The sound pairs and biases; every tensor of the file is in one of them when no fault was noted.
+        The sound pairs, biases and copies; every tensor of the file is in one of them when no fault was noted. Whether copies are
+        equal to the base is for the caller to look at.
     """
     _bound_matching(config, base, limits=limits, faults=faults)
     key_map = KeyMap(base)
@@ -99,7 +101,8 @@ def pair_up(tensors: Iterable[TensorRef], config: Config, base: BaseDescription,
         else:
             faults.add(f"{WEIGHTS}: {quote(tensor.name)}", key)
     _check_one_writer(keys, faults=faults)
-    modules = _gather(keys, faults=faults)
+    copies = tuple((key, tensor) for key, tensor in keys if key.part == "copy")
+    modules = _gather([(key, tensor) for key, tensor in keys if key.part != "copy"], faults=faults)
     ranks, alphas = _Values(config.rank_patterns, config.rank), _Values(config.alpha_patterns, config.alpha)
     pairs, biases = [], []
     for (layer, index), found in sorted(modules.items()):
@@ -115,6 +118,11 @@ def pair_up(tensors: Iterable[TensorRef], config: Config, base: BaseDescription,
                 faults.add(f"{WEIGHTS}: {quote(bias.name)}", f"is a trained bias, but {WHERE} does not say so in bias")
     if config.invocation_tokens and any(pair.layer == base.num_layers for pair in pairs):
         faults.add(WEIGHTS, "LoRA on embedding or head is not supported together with alora_invocation_tokens")
+    if config.has_ties and any(pair.layer == base.num_layers for pair in pairs):
+        faults.add(
+            f"{WHERE}: ensure_weight_tying",
+            "is not supported together with LoRA on embedding or head; adapt embed_tokens and lm_head each for itself",
+        )
     adapted = [found.path for found in modules.values() if "A" in found.parts]
     has_head = all(key.has_head for key, _ in keys)
     if adapted:
@@ -124,7 +132,7 @@ def pair_up(tensors: Iterable[TensorRef], config: Config, base: BaseDescription,
         _compare_targets(config, adapted, limits=limits)
     elif not len(faults):
         faults.add(WEIGHTS, "has no LoRA pair; nothing would be applied")
-    return Updates(tuple(pairs), tuple(biases))
+    return Updates(tuple(pairs), tuple(biases), copies)
 
 
 def _bound_matching(config: Config, base: BaseDescription, *, limits: Limits, faults: Faults) -> None:
@@ -143,7 +151,7 @@ def _bound_matching(config: Config, base: BaseDescription, *, limits: Limits, fa
 
 def _check_one_writer(keys: Sequence[tuple[Key, TensorRef]], *, faults: Faults) -> None:
     """Refuses files put together from several adapters or models."""
-    adapters = sorted({key.adapter for key, _ in keys if key.part != "bias"})
+    adapters = sorted({key.adapter for key, _ in keys if key.part not in ("bias", "copy")})
     if len(adapters) > 1:
         faults.add(WEIGHTS, f"keys name several adapters: {', '.join(quote(name) for name in adapters)}; save one of them")
     if len({key.has_head for key, _ in keys}) > 1:

@@ -59,6 +59,7 @@ PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")
 
 _RETRAIN = "train with plain LoRA"
 CONVERT = "its training changed the base weights; save with path_initial_model_for_weight_conversion to get a plain LoRA"
+QUANTIZED = "LoftQ: its training changed the base weights, and PEFT converts none of it; train with plain LoRA"
 _PROJECTIONS = "train LoRA on the projections of the layers only"
 
 FEATURES = (
@@ -77,8 +78,9 @@ FEATURES = (
     ),
     _exact(
         "LoRA on `embed_tokens` and `lm_head`",
-        "not by nodes that hold adapters in fp8; without the copies of base weights that PEFT adds (save with "
-        "save_embedding_layers=False); together with DoRA, `lora_bias`, an aLoRA or `ensure_weight_tying` refused",
+        "not by nodes that hold adapters in fp8; copies of the base's embedding and head, which PEFT adds by default, are taken "
+        "where they equal the base's in the copy's element type; together with DoRA, `lora_bias`, an aLoRA or "
+        "`ensure_weight_tying` refused",
     ),
     _exact("fused projections", "on bases whose files hold q, k, v or gate, up as one tensor (Phi-3), under that tensor's name"),
     _exact("names", "with the prefix of a model with its head or without, with one adapter name in the keys or without"),
@@ -110,6 +112,23 @@ FEATURES = (
         "layers_pattern",
     ),
     _no_effect(
+        "settings of starts of training",
+        "they count only with their own start in `init_lora_weights`, which is then refused",
+        "loftq_config",
+        "lora_ga_config",
+        "corda_config",
+    ),
+    _no_effect(
+        "ties of adapted embeddings",
+        "without LoRA on `embed_tokens` or `lm_head` there is nothing to tie; with it refused",
+        "ensure_weight_tying",
+    ),
+    _no_effect(
+        "merge_weights of PEFT 0.2",
+        "it merged the weights into the base while serving, with the same result; the file is the same either way",
+        "merge_weights",
+    ),
+    _no_effect(
         "dropout and notes of training", "they are past", "lora_dropout", "inference_mode", "eva_config", "runtime_config"
     ),
     _no_effect(
@@ -130,17 +149,14 @@ FEATURES = (
     ),
     _refused(
         "full copies of modules (modules_to_save), as for added tokens",
-        f"{_PROJECTIONS}, and save with save_embedding_layers=False",
+        f"{_PROJECTIONS}, or leave embeddings as they are",
         "modules_to_save",
         tensors=r"modules_to_save|(embed_tokens|lm_head|norm|layernorm)(\.(?!lora_)[^.]+)?\.weight$",
     ),
-    _refused("ties of adapted embeddings", "adapt embed_tokens and lm_head each for itself", "ensure_weight_tying"),
+    _refused("LoRA on parts of a fused projection (enable_lora of PEFT 0.2)", _RETRAIN, "enable_lora"),
     _refused("LoRA on single parameters", "only linear modules may be targeted", "target_parameters"),
     _refused("replicated layers", "they change the base", "layer_replication"),
     _refused("fan_in_fan_out", "weights are stored (out, in) in this family", "fan_in_fan_out"),
-    _refused("LoftQ", "its training changed the base weights", "loftq_config"),
-    _refused("LoRA-GA", CONVERT, "lora_ga_config"),
-    _refused("CorDA", CONVERT, "corda_config"),
     _refused("KaSA", _RETRAIN, "kasa_config"),
     _refused("QALoRA", _RETRAIN, "use_qalora"),
     _refused("BD-LoRA", _RETRAIN, "use_bdlora"),
@@ -158,7 +174,7 @@ FEATURES = (
 """Everything that PEFT 0.21's LoRA can write, and its other methods as far as the names of their tensors tell them."""
 
 FIELDS: Mapping[str, Feature] = {name: feature for feature in FEATURES for name in feature.fields}
-"""Every field of PEFT 0.21's LoraConfig."""
+"""Every field of PEFT 0.21's LoraConfig, and those of PEFT 0.2 that are gone."""
 
 _REFUSED_TENSORS = re.compile("|".join(f"(?:{one.tensors.pattern})" for one in FEATURES if one.tensors is not None))
 

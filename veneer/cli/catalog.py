@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from veneer.artifact import folder_name
 from veneer.cli.checking import Folder, signature_text
 from veneer.cli.output import error_console, note, print_json, print_table, say, short, size, when
 from veneer.cli.target import Target
@@ -30,7 +31,10 @@ def publish(
     context: typer.Context,
     folder: Folder,
     *,
-    adapter: Annotated[str, typer.Option(help="Name of the adapter; else the folder's name.")] = "",
+    adapter: Annotated[
+        str,
+        typer.Option(help="Name of the adapter; else the folder's, or the repository's of a snapshot of the Hugging Face Hub."),
+    ] = "",
     base: Annotated[str, typer.Option(help="Digest or name of the base; else the only one there is.")] = "",
     alias: Annotated[str, typer.Option(help="Alias to point at it; else none moves, but a first version becomes `stable`.")] = "",
     label: Annotated[str, typer.Option(help="Free text, up to 200 characters.")] = "",
@@ -50,7 +54,7 @@ def publish(
 ) -> None:
     """Publish an adapter as a new version; it can be served seconds later."""
     target: Target = context.obj
-    name = adapter or folder.resolve().name.lower()
+    name = adapter or folder_name(folder).rpartition("/")[2].lower()
     origin = Origin(labels=_read_labels(labels or []), training_run=training_run, data_digest=data_digest)
 
     async def run(progress: Progress) -> catalog_pb2.PublishResponse:

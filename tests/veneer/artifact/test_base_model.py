@@ -9,7 +9,7 @@ import pytest
 
 from tests.fixtures.adapters import Tensors, describe_llama
 from tests.veneer.artifact.conftest import MakeBase
-from veneer.artifact import ArtifactError, BaseDescription, describe_base
+from veneer.artifact import ArtifactError, BaseDescription, describe_base, folder_name
 
 
 def test_a_llama_folder_is_described(tmp_path: Path, make_base: MakeBase) -> None:
@@ -76,6 +76,18 @@ def test_a_head_has_the_width_that_its_family_has_where_nothing_is_said(tmp_path
 def test_the_context_is_the_one_that_is_served(rope: Any, context: int, tmp_path: Path, make_base: MakeBase) -> None:
     for name in ("rope_scaling", "rope_parameters"):
         assert describe_base(make_base(tmp_path / name, config={name: rope})).max_context == context
+
+
+def test_a_snapshot_of_the_hub_is_named_by_its_repository(tmp_path: Path, make_base: MakeBase) -> None:
+    snapshots = tmp_path / "models--Org--little.v2" / "snapshots"
+    snapshot = make_base(snapshots / ("0f" * 20))
+    base = describe_base(snapshot)
+    assert (base.name, base.known_names) == ("Org/little.v2", ())
+    (tmp_path / "current").symlink_to(snapshot)
+    assert folder_name(tmp_path / "current") == "Org/little.v2"
+    assert folder_name(tmp_path / "models--gpt" / "snapshots" / ("a" * 40)) == "gpt"
+    for other in ("snapshots/" + "a" * 40, "models--o--n/snapshots/main", "models--o--n/refs/" + "a" * 40, "a" * 40):
+        assert folder_name(tmp_path / other) == other.rpartition("/")[2]
 
 
 def test_a_name_that_is_somebodys_path_is_shortened(tmp_path: Path, make_base: MakeBase) -> None:

@@ -70,11 +70,12 @@ _STEM = "base_model.model.model.layers.0.self_attn.q_proj"
         ("base_model.model.lm_head.lora_embedding_A", "is not how PEFT writes a pair of lm_head"),
         ("base_model.model.lm_head.lora_magnitude_vector", "DoRA and biases are served in the layers only"),
         ("base_model.model.lm_head.lora_B.bias", "leave lm_head out of target_modules"),
-        ("base_model.model.lm_head.base_layer.weight", "save with save_embedding_layers=False"),
-        ("base_model.model.model.embed_tokens.base_layer.weight", "save with save_embedding_layers=False"),
         ("base_model.model.lm_head.bias", "this base has no bias at 'lm_head'"),
-        ("base_model.model.lm_head.weight", "modules_to_save"),
-        ("base_model.model.model.embed_tokens.weight", "modules_to_save"),
+        ("base_model.model.lm_head.modules_to_save.weight", "modules_to_save"),
+        ("base_model.model.model.embed_tokens.modules_to_save.default.weight", "modules_to_save"),
+        ("base_model.model.model.norm.weight", "modules_to_save"),
+        (f"{_STEM}.weight", "is not an A or B"),
+        (f"{_STEM}.base_layer.weight", "is not an A or B"),
         ("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", "trainable_token_indices"),
         (f"{_STEM}.lora_E", "AdaLoRA"),
         (f"{_STEM}.ia3_l", "IA3"),
@@ -87,3 +88,11 @@ def test_other_names_are_refused_and_the_feature_is_named(name: str, fault: str)
     found = KEYS.parse(name)
     assert isinstance(found, str)
     assert fault in found
+
+
+@pytest.mark.parametrize("between", ["", ".base_layer"])
+@pytest.mark.parametrize(("path", "index"), [("model.embed_tokens", 0), ("embed_tokens", 0), ("lm_head", 1)])
+def test_a_copy_of_the_embedding_or_the_head_is_known_as_one(path: str, index: int, between: str) -> None:
+    found = KEYS.parse(f"base_model.model.{path}{between}.weight")
+    assert isinstance(found, Key)
+    assert (found.part, found.slice) == ("copy", index)

@@ -83,7 +83,7 @@ def _mix_prefixes(tensors: Tensors) -> None:
             },
             [
                 "modules_to_save: ['lm_head'] is not supported",
-                "full copies of modules (modules_to_save), as for added tokens is not supported",
+                "is a full copy of lm_head, and full copies of modules (modules_to_save) are not supported",
             ],
         ),
     ],

@@ -48,6 +48,25 @@ def test_only_what_is_refused_is_known_by_names_that_stop_a_file() -> None:
 
 
 def test_the_hint_of_a_base_changing_start_tells_how_to_convert() -> None:
-    for start in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"):
+    for start in ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga"):
         (fault,) = _faults(init_lora_weights=start)
         assert "path_initial_model_for_weight_conversion" in fault
+    (fault,) = _faults(init_lora_weights="loftq")
+    assert "PEFT converts none of it; train with plain LoRA" in fault
+
+
+@pytest.mark.parametrize(
+    ("start", "field"),
+    [("corda", "corda_config"), ("lora_ga", "lora_ga_config"), ("loftq", "loftq_config"), ("eva", "eva_config")],
+)
+def test_the_settings_of_a_start_count_only_with_their_own_start(start: str, field: str) -> None:
+    for other in (True, False, None, "gaussian"):
+        assert _faults(init_lora_weights=other, **{field: {"some": "thing"}}) == []
+    assert len(_faults(init_lora_weights=start, **{field: {"some": "thing"}})) == (start != "eva")
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+def test_merge_weights_of_old_files_says_nothing_of_the_weights(value: object) -> None:
+    assert _faults(merge_weights=value, enable_lora=None) == []
+    (fault,) = _faults(enable_lora=[True, False, True])
+    assert "LoRA on parts of a fused projection" in fault

@@ -69,6 +69,16 @@ def test_an_adapter_goes_from_folder_to_answer_and_back(
     assert checked["report"] == reported["report"]
 
 
+def test_a_snapshot_of_the_hub_is_published_under_its_repositorys_name(
+    veneer: Run, make_folder: Callable[[int], Path], tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "models--Acme--Support-LoRA" / "snapshots" / ("a1" * 20)
+    snapshot.mkdir(parents=True)
+    for file in make_folder(164).iterdir():
+        (snapshot / file.name).symlink_to(file)  # as the cache holds them
+    assert "published acme/support-lora version 1" in ok(veneer("publish", snapshot))
+
+
 def test_a_publish_may_be_run_again_and_says_which_version_it_is(veneer: Run, make_folder: Callable[[int], Path]) -> None:
     folder = make_folder(61)
     first = json.loads(ok(veneer("publish", folder, "--adapter", "run-again", "--json")))
