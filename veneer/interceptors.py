@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -143,7 +144,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     _check(request)
                     await _write_all(unary_stream(request, context), context)
 
-            return grpc.unary_stream_rpc_method_handler(call_unary_stream, **codec)
+            async def iterate_unary_stream(request: Message, context: _Context) -> AsyncIterator[Any]:
+                async with self._call(method, context) as call:
+                    await self._admit(call, method.rule, context)
+                    _check(request)
+                    async with contextlib.aclosing(_each(unary_stream(request, context))) as responses:
+                        async for response in responses:
+                            yield response
+
+            respond: Any = iterate_unary_stream if _is_iterated_over() else call_unary_stream
+            return grpc.unary_stream_rpc_method_handler(respond, **codec)
 
         stream_stream: Any = handler.stream_stream
 
@@ -152,7 +162,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 await self._admit(call, method.rule, context)
                 await _write_all(stream_stream(_validated(requests), context), context)
 
-        return grpc.stream_stream_rpc_method_handler(call_stream_stream, **codec)
+        async def iterate_stream_stream(requests: AsyncIterator[Message], context: _Context) -> AsyncIterator[Any]:
+            async with self._call(method, context) as call:
+                await self._admit(call, method.rule, context)
+                async with contextlib.aclosing(_each(stream_stream(_validated(requests), context))) as responses:
+                    async for response in responses:
+                        yield response
+
+        answer: Any = iterate_stream_stream if _is_iterated_over() else call_stream_stream
+        return grpc.stream_stream_rpc_method_handler(answer, **codec)
 
     def _short(
         self, handler: grpc.RpcMethodHandler[Any, Any], method: _Method, shortcut: Shortcut
@@ -200,6 +218,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         except asyncio.CancelledError:
             remaining = cast("float | None", context.time_remaining())  # None without a deadline, whatever its stub says
             code = "CANCELLED" if remaining is None or remaining > 0 else "DEADLINE_EXCEEDED"
+            raise
+        except GeneratorExit:  # the interceptor that iterates over the responses stopped
+            code = "CANCELLED"
             raise
         except VeneerError as error:
             code = error.status
@@ -278,6 +299,25 @@ def _check(request: Message | None) -> None:
     if request is None:
         raise InvalidArgumentError("the request's bytes are no message of its type")
     validate(request)
+
+
+def _is_iterated_over() -> bool:
+    """Whether OpenTelemetry instruments gRPC servers: its interceptor iterates over what a streaming method returns.
+
+    Else a streaming method writes its responses by itself, see `_write_all`.
+    """
+    module = sys.modules.get("opentelemetry.instrumentation.grpc")
+    return module is not None and bool(module.GrpcAioInstrumentorServer().is_instrumented_by_opentelemetry)
+
+
+async def _each(responses: Any) -> AsyncGenerator[Any]:
+    """Iterates over what a streaming method returns; one that writes by itself has nothing more to yield."""
+    if inspect.isawaitable(responses):
+        await responses
+        return
+    async with contextlib.aclosing(responses):
+        async for response in responses:
+            yield response
 
 
 async def _write_all(responses: Any, context: _Context) -> None:

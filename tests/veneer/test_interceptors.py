@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -11,6 +11,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from opentelemetry import context as otel_context
 from opentelemetry import trace
+from opentelemetry.instrumentation.grpc import GrpcAioInstrumentorServer
 from opentelemetry.sdk.trace import TracerProvider
 
 from tests.veneer.plane import (
@@ -351,6 +352,54 @@ async def test_the_span_of_opentelemetry_goes_before_the_header(plane: Plane, ca
     await plane.start("UnaryUnary", GOOD, metadata=headers)
     facts, (context,) = line_of(caplog), seen
     assert (facts["trace_id"], facts["span_id"]) == (f"{context.trace_id:032x}", f"{context.span_id:016x}")
+
+
+@pytest.fixture
+def instrumented() -> Iterator[None]:
+    """OpenTelemetry's automatic instrumentation of gRPC servers."""
+    GrpcAioInstrumentorServer().instrument(tracer_provider=TracerProvider())
+    yield
+    GrpcAioInstrumentorServer().uninstrument()
+
+
+@pytest.mark.usefixtures("instrumented")
+@pytest.mark.parametrize("kind", KINDS)
+async def test_calls_go_on_under_opentelemetrys_instrumentation_and_name_its_trace(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="veneer.interceptors")
+    async with serving(Rule.of("tenant", roles=["caller"])) as plane:
+        headers = (("authorization", f"Bearer {SECRET}"), ("traceparent", f"00-{TRACE}-{SPAN}-01"))
+        call = plane.start(kind, GOOD, metadata=headers)
+        responses = [response async for response in call] if kind.endswith("Stream") else [await call]
+        assert responses[-1].finish.completion_tokens == 1
+        facts = line_of(caplog)
+        assert (facts["code"], facts["trace_id"]) == ("OK", TRACE)
+        assert facts["span_id"] != SPAN, "the span of this server"
+        error = await refusal(plane, kind, BAD)
+        assert error.status == "INVALID_ARGUMENT"
+
+
+@pytest.mark.usefixtures("instrumented")
+async def test_a_caller_that_leaves_ends_the_method_under_instrumentation_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="veneer.interceptors")
+    ended = asyncio.Event()
+
+    async def body(context: Any) -> AsyncGenerator[pb.GenerateResponse]:
+        try:
+            yield pb.GenerateResponse(finish=pb.Finish(completion_tokens=1))
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with serving(Rule.of("tenant", roles=["caller"])) as plane:
+        plane.body = body
+        call = plane.start("UnaryStream", GOOD, metadata=(("authorization", f"Bearer {SECRET}"),))
+        await call.read()
+        call.cancel()
+        await asyncio.wait_for(ended.wait(), 60)
+        await counted(plane, "UnaryStream", "CANCELLED")
+    assert line_of(caplog)["code"] == "CANCELLED"
 
 
 async def test_details_carry_a_bad_request_that_any_client_can_read(plane: Plane) -> None:

@@ -9,7 +9,7 @@ from veneer.errors import InvalidArgumentError
 
 
 def test_settings_survive_json() -> None:
-    config = EngineConfig(model_dir="/m", dtype="float32", max_sequences=3)
+    config = EngineConfig(model_dir="/m", dtype="float32", max_sequences=3, eos_ids=(2, 0))
     assert EngineConfig.from_json(config.to_json()) == config
 
 

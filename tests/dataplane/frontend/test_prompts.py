@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers, processors
 
+from dataplane.frontend.grammars import Constraint
 from dataplane.frontend.prompts import ChatOptions, ChatPrompt, Prompt, Prompts, TextPrompt, TokenPrompt
 from dataplane.frontend.tokenizer import TokenizerError
 from veneer.errors import FailedPreconditionError, InvalidArgumentError
@@ -40,8 +41,19 @@ async def test_a_conversation_goes_through_the_template(prompts: Prompts) -> Non
     assert 2 in budget.ids
 
 
-async def test_the_end_of_sequence_comes_from_the_generation_config(prompts: Prompts) -> None:
+async def test_the_ends_of_a_sequence_come_from_all_files(model_dir: Path, prompts: Prompts) -> None:
     assert prompts.eos_ids == (2, 0)
+    for name, content in (
+        ("generation_config", {"eos_token_id": 1}),
+        ("config", {}),
+        ("tokenizer_config", {"eos_token": "<|im_end|>"}),
+    ):
+        (model_dir / f"{name}.json").write_text(json.dumps(content))
+    assert Prompts(model_dir, max_context=16, vocab_size=500).eos_ids == (1, 2)
+    (model_dir / "generation_config.json").unlink()
+    only_the_tokenizer = Prompts(model_dir, max_context=16, vocab_size=500)
+    assert only_the_tokenizer.eos_ids == (2,)
+    assert await only_the_tokenizer.grammars.check(Constraint("regex", "[ab]+"))
 
 
 @pytest.mark.parametrize(
