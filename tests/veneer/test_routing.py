@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.veneer.scripted import KEY, LAST, SERVED, OneTenant, collect
+from veneer import locations, replicas
 from veneer.access import Rule, method_names
 from veneer.client import Client
 from veneer.controlplane.v1 import placement_pb2, placement_pb2_grpc
@@ -70,7 +71,11 @@ class World:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
+async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    """Three data planes and a client, whose times are longer than what a busy machine takes for two requests."""
+    monkeypatch.setattr(replicas, "_FIRST_REST_S", 600.0)
+    monkeypatch.setattr(replicas, "_LONGEST_REST_S", 600.0)
+    monkeypatch.setattr(locations, "_PATIENCE_S", 60.0)
     planes, servers = [DataPlane() for _ in range(3)], []
     for plane in planes:
         server = await serve("GenerationService", pb, partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, plane))
