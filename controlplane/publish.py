@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -29,8 +29,9 @@ from controlplane.publish_order import Draft, PublishOrder
 from controlplane.published import Published, answer_of, complete_publish, published_of
 from controlplane.settings import Settings
 from controlplane.signatures import Signatures, Trust, keep_signature
-from controlplane.spool import CONFIG, WEIGHTS, Part, Spool
+from controlplane.spool import CONFIG, WEIGHTS, MinRate, Part, Spool
 from controlplane.stored_quotas import check_stored
+from controlplane.upload_places import UploadPlaces
 from veneer.artifact import BaseDescription, Limits, Report
 from veneer.errors import (
     CONTENT_EXISTS,
@@ -73,7 +74,8 @@ class PublishMetrics:
 class Publisher:
     """Use case of publishing. Owns the bounds on uploads and checks at a time, and the order of publishes with one request_id.
 
-    No tenant may have all uploads, so that nobody can hold the others up by being slow.
+    No tenant and no organisation may have all uploads, and an upload has a least rate, so that no caller holds the others up by
+    being slow.
 
     Nothing is visible before the transaction at the end. What a crash leaves in the store before that is named by a row of
     `uploads`, which is written first and which the collector goes by; the same publish again makes an upload of its own.
@@ -94,9 +96,12 @@ class Publisher:
             max_rank=settings.max_rank,
             max_tensors=settings.max_tensors,
         )
-        self._uploads = asyncio.Semaphore(settings.max_publishes)
+        self._uploads = UploadPlaces(
+            size=settings.max_publishes,
+            per_tenant=settings.max_publishes_per_tenant,
+            per_organization=settings.max_publishes_per_organization,
+        )
         self._checks = asyncio.Semaphore(settings.max_checks)
-        self._tenants: dict[str, _Turn] = {}
         self._requests: dict[tuple[str, str], _Turn] = {}
 
     async def publish(self, owner: str, order: PublishOrder, *, parts: AsyncIterator[Part]) -> Published:
@@ -107,21 +112,25 @@ class Publisher:
             FailedPreconditionError: The owner trusts nobody who signed it, or requires a signature and there is none.
             NotFoundError: There is no such base.
             KnownContentError: The owner has published this content under another request_id.
-            ResourceExhaustedError: The owner's quota of adapters or bytes does not allow it, or too many wait for probes.
+            ResourceExhaustedError: The owner's quota of adapters or bytes does not allow it, too many wait for probes, or no
+                place for the upload came free in time.
             AbortedError: The same request_id is being published by another process; try again.
             UnavailableError: Database, store or jail are away.
-            DeadlineExceededError: A part or the check took too long.
+            DeadlineExceededError: The upload was too slow, or a part or the check took too long.
         """
         order.check()
-        with self._probes.place(owner) if order.probe else nullcontext():
-            return await self._publish(owner, order, parts=parts)
+        with ExitStack() as stack:
+            return await self._publish(owner, order, parts=parts, stack=stack)
 
-    async def _publish(self, owner: str, order: PublishOrder, *, parts: AsyncIterator[Part]) -> Published:
+    async def _publish(self, owner: str, order: PublishOrder, *, parts: AsyncIterator[Part], stack: ExitStack) -> Published:
         base = await self._bases.find(order.base)
-        await self._check_room(owner, order)
+        organization = await self._check_room(owner, order)
         limits = {CONFIG: self._settings.max_config_bytes, WEIGHTS: self._settings.max_weights_bytes}
-        spool = Spool(self._settings.spool_folder, limits, part_timeout_s=self._settings.part_timeout_s)
-        async with _turn(self._tenants, owner, places=self._settings.max_publishes_per_tenant), self._uploads, spool:
+        rate = MinRate(self._settings.min_upload_bytes_per_s, self._settings.upload_rate_grace_s)
+        spool = Spool(self._settings.spool_folder, limits, part_timeout_s=self._settings.part_timeout_s, rate=rate)
+        async with self._uploads.place(owner, organization, wait_s=self._settings.upload_wait_s), spool:
+            if order.probe:
+                stack.enter_context(self._probes.place(owner))  # held until the probe's end
             try:
                 async with asyncio.timeout(self._settings.upload_timeout_s):
                     files = await spool.receive(parts)
@@ -158,11 +167,18 @@ class Publisher:
             )
         return await complete_publish(self._database, draft.request, published, if_absent=not draft.order.alias)
 
-    async def _check_room(self, owner: str, order: PublishOrder) -> None:
-        """Refuses before the upload what the tenant's quotas do not allow; not a publish that was done already."""
+    async def _check_room(self, owner: str, order: PublishOrder) -> str:
+        """Refuses before the upload what the tenant's quotas do not allow; not a publish that was done already.
+
+        Returns:
+            The tenant's organisation; empty: none.
+        """
+        columns = models.tenants.c
         async with self._database.transaction(Scope.of_tenant(owner)) as connection:
             if not await was_answered(connection, owner, order.request_id):
                 await check_stored(connection, owner, order.adapter, num_bytes=1, final=False)
+            found = await connection.execute(select(columns.organization).where(columns.name == owner))
+            return found.scalar_one_or_none() or ""
 
     async def _stored(self, draft: Draft) -> Published | None:
         """The answer that was given to this request_id before; None when it is new and its content too."""

@@ -57,7 +57,14 @@ class Settings(BaseSettings):
         max_rank: Largest rank of a pair.
         max_tensors: Most tensors in a file.
         max_publishes: Uploads received at the same time.
-        max_publishes_per_tenant: Of these, how many may be one tenant's; its further ones wait.
+        max_publishes_per_tenant: Of these, how many may be one tenant's; its further ones wait. A quarter of `max_publishes` goes
+            to organisations, and tenants without one, that have none under way.
+        max_publishes_per_organization: How many may be those of an organisation's tenants together; a quarter of them goes to
+            tenants that have none under way.
+        upload_wait_s: Longest wait of an upload for its place, then RESOURCE_EXHAUSTED.
+        min_upload_bytes_per_s: Least rate of an upload; a slower one ends DEADLINE_EXCEEDED and gives its place back. 0: any.
+        upload_rate_grace_s: For how long an upload may be slower than that, after it began and whenever it was faster before. A
+            message counts when all of it is there.
         max_checks: Publish checks run at the same time.
         check_timeout_s: Longest publish check.
         part_timeout_s: Longest wait for the next part of an upload.
@@ -118,6 +125,10 @@ class Settings(BaseSettings):
     max_tensors: Annotated[int, Field(ge=1, le=65536)] = 4096
     max_publishes: Annotated[int, Field(ge=1, le=256)] = 8
     max_publishes_per_tenant: Annotated[int, Field(ge=1, le=256)] = 4
+    max_publishes_per_organization: Annotated[int, Field(ge=1, le=256)] = 6
+    upload_wait_s: Annotated[float, Field(gt=0, le=600)] = 10.0
+    min_upload_bytes_per_s: Annotated[int, Field(ge=0, le=1 << 30)] = 16384
+    upload_rate_grace_s: Annotated[float, Field(gt=0, le=600)] = 20.0
     max_checks: Annotated[int, Field(ge=1, le=64)] = 2
     check_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
     part_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0

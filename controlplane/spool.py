@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -17,7 +18,7 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from veneer.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError, Violation
 from veneer.threads import in_thread
@@ -48,6 +49,29 @@ class Received:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class MinRate:
+    """The least rate of an upload, as a token bucket: time that its caller has left, which each byte adds to.
+
+    Attributes:
+        bytes_per_s: Bytes that come in a second, on average; 0: any.
+        grace_s: For how long nothing need come; also the most time that bytes which came sooner are worth.
+    """
+
+    bytes_per_s: int
+    grace_s: float
+
+    def left_s(self, left_s: float, *, waited_s: float, num_bytes: int) -> float:
+        """Time that a caller has left after it was waited for, and brought so many bytes."""
+        if not self.bytes_per_s:
+            return math.inf
+        return min(left_s - waited_s + num_bytes / self.bytes_per_s, self.grace_s)
+
+
+ANY_RATE: Final = MinRate(0, math.inf)
+"""An upload may be as slow as it is."""
+
+
 class Spool:
     """Temporary files of one upload, gone when the block ends. Owned by one call.
 
@@ -57,12 +81,16 @@ class Spool:
         folder: Where the files lie; None: the system's temporary folder.
         limits: Largest size of each file by name.
         part_timeout_s: Longest wait for the next part.
+        rate: Least rate at which parts come. A part counts as soon as all of it is there.
     """
 
-    def __init__(self, folder: Path | None, limits: Mapping[str, int], *, part_timeout_s: float) -> None:
+    def __init__(
+        self, folder: Path | None, limits: Mapping[str, int], *, part_timeout_s: float, rate: MinRate = ANY_RATE
+    ) -> None:
         self._folder = folder
         self._limits = limits
         self._part_timeout_s = part_timeout_s
+        self._rate = rate
         self._files: dict[str, _File] = {}
         self._path: Path | None = None
         self._owned = ExitStack()
@@ -84,21 +112,27 @@ class Spool:
 
         Raises:
             InvalidArgumentError: A file is missing, too large or out of order.
-            DeadlineExceededError: The next part did not come in time.
+            DeadlineExceededError: The next part did not come in time, or parts came too slowly.
             UnavailableError: The disk is full.
         """
+        left_s = self._rate.left_s(self._rate.grace_s, waited_s=0.0, num_bytes=0)
         while True:
+            since_s = time.monotonic()
             try:
-                async with asyncio.timeout(self._part_timeout_s):
+                async with asyncio.timeout(min(self._part_timeout_s, left_s)):
                     part = await anext(parts, None)
             except TimeoutError as error:
-                raise DeadlineExceededError(f"no part of the upload came for {self._part_timeout_s:g} s") from error
+                raise DeadlineExceededError(self._too_slow(is_silent=self._part_timeout_s <= left_s)) from error
             if part is None:
                 break
+            waited_s = time.monotonic() - since_s
             try:
                 await in_thread(partial(self._file(part).write, part.data))
             except OSError as error:
                 raise UnavailableError("there is no room for uploads") from error
+            left_s = self._rate.left_s(left_s, waited_s=waited_s, num_bytes=len(part.data))
+            if left_s < 0:
+                raise DeadlineExceededError(self._too_slow(is_silent=False))
         missing = [name for name in _ORDER if name not in self._files]
         if missing:
             raise InvalidArgumentError.of([Violation(name, "is missing") for name in missing])
@@ -106,6 +140,12 @@ class Spool:
             return {name: await in_thread(file.finish) for name, file in self._files.items()}
         except OSError as error:
             raise UnavailableError("there is no room for uploads") from error
+
+    def _too_slow(self, *, is_silent: bool) -> str:
+        if is_silent:
+            return f"no part of the upload came for {self._part_timeout_s:g} s"
+        rate = f"min_upload_bytes_per_s is {self._rate.bytes_per_s}, and upload_rate_grace_s {self._rate.grace_s:g}"
+        return f"the upload came too slowly: {rate}"
 
     def _file(self, part: Part) -> _File:
         assert self._path is not None

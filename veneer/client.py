@@ -26,6 +26,7 @@ from veneer.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
+    ResourceExhaustedError,
     UnavailableError,
     Violation,
 )
@@ -241,6 +242,7 @@ class Client(GenerationCalls, CanaryCalls, ReleaseCalls, ServingCalls, Signature
             AlreadyExistsError: The files are a version already; with `exist_ok`, one of another adapter or one that may not be
                 served any more.
             UnavailableError: The plane is away and was not back after three more uploads under the same identifier.
+            ResourceExhaustedError: A quota does not allow it; or too many uploads are under way, also at three more attempts.
             VeneerError: As the service said.
         """
         paths = [(file, folder / name) for file, name in _FILES]
@@ -269,11 +271,13 @@ class Client(GenerationCalls, CanaryCalls, ReleaseCalls, ServingCalls, Signature
         progress: Callable[[int, int], None] | None,
         timeout_s: float,
     ) -> catalog_pb2.PublishResponse:
-        """Sends an upload again under its identifier while the plane is away for now."""
+        """Sends an upload again under its identifier while the plane is away for now, or has no place for it yet."""
         for pause_s in _PUBLISH_PAUSES_S:
             try:
                 return await self._send(header, paths, total=total, progress=progress, timeout_s=timeout_s)
-            except UnavailableError as error:
+            except (UnavailableError, ResourceExhaustedError) as error:
+                if isinstance(error, ResourceExhaustedError) and error.retry_after_s is None:
+                    raise  # a quota: it does not pass by itself
                 await asyncio.sleep(max(pause_s, error.retry_after_s or 0.0))
         return await self._send(header, paths, total=total, progress=progress, timeout_s=timeout_s)
 

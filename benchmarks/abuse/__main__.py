@@ -11,13 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import report
+from benchmarks.abuse.uploads import measure_uploads
 from benchmarks.report import Row
 
 
 def sections(folder: Path, *, short: bool) -> dict[str, Callable[[], list[Row]]]:
     """Returns what there is to measure, by name; servers and stores go into the folder of each section."""
-    del folder, short
-    return {}
+    return {
+        "uploads": lambda: measure_uploads(folder / "uploads", rounds=3 if short else 15),
+    }
 
 
 def main() -> None:

@@ -247,6 +247,62 @@ async def test_a_tenant_whose_uploads_stall_holds_nobody_else_up(world: World, a
         call.cancel()
 
 
+async def test_dripping_uploads_of_two_tenants_leave_a_third_its_place(world: World, acme: Client) -> None:
+    rival, third = await world.tenant("rival"), await world.tenant("third")
+    begun = asyncio.Semaphore(0)
+
+    async def dripping() -> AsyncIterator[catalog_pb2.PublishRequest]:
+        yield HEAD
+        begun.release()
+        await asyncio.Event().wait()
+
+    calls: list[Any] = [tenant.catalog.Publish(dripping()) for tenant in (acme, rival) for _ in range(6)]
+    for _ in calls:
+        await begun.acquire()
+    assert (await world.publish(third)).version.number == 1
+    for call in calls:
+        call.cancel()
+
+
+async def test_an_upload_without_a_place_is_refused_soon_and_told_when_to_try_again(
+    world: World, acme: Client, settings: Settings
+) -> None:
+    world.shorten_waits(upload_wait_s=0.2)
+
+    async def dripping() -> AsyncIterator[catalog_pb2.PublishRequest]:
+        yield HEAD
+        await asyncio.Event().wait()
+
+    calls: list[Any] = [acme.catalog.Publish(dripping()) for _ in range(settings.max_publishes_per_tenant + 1)]
+    done, _ = await asyncio.wait([asyncio.ensure_future(_outcome(call)) for call in calls], return_when=asyncio.FIRST_COMPLETED)
+    [error] = [one.result() for one in done]
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "max_publishes_per_tenant is 4" in str(error.details())
+    assert ("grpc-retry-pushback-ms", "200") in tuple(error.trailing_metadata())
+    for call in calls:
+        call.cancel()
+
+
+async def test_a_slow_upload_ends_and_names_the_least_rate(world: World, acme: Client) -> None:
+    world.shorten_waits(upload_rate_grace_s=0.05, min_upload_bytes_per_s=1 << 20)
+
+    async def dripping() -> AsyncIterator[catalog_pb2.PublishRequest]:
+        yield HEAD
+        yield part(CONFIG, b"{")
+        await asyncio.Event().wait()
+
+    code, text = await refused(acme.catalog.Publish(dripping()))
+    assert (code, "min_upload_bytes_per_s" in text) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
+
+
+async def _outcome(call: Any) -> grpc.aio.AioRpcError:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error
+    raise AssertionError("it was not refused")
+
+
 async def test_a_publish_that_its_caller_cancels_leaves_nothing(acme: Client, database: TestDatabase, world: World) -> None:
     first_part_sent = asyncio.Event()
 

@@ -43,6 +43,10 @@ def test_no_secret_shows_when_settings_are_printed() -> None:
         {"tls_certificate": Path("chain.pem")},
         {"pepper": "p" * 40, "pepper_file": Path("pepper")},
         {"max_weights_bytes": 5 << 30},
+        {"max_publishes_per_organization": 0},
+        {"upload_wait_s": 0},
+        {"min_upload_bytes_per_s": -1},
+        {"upload_rate_grace_s": 601},
         {"unknown": 1},
     ],
 )

@@ -12,14 +12,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from controlplane import spool as spools
-from controlplane.spool import CONFIG, WEIGHTS, Part, Spool, remove_abandoned
+from controlplane.spool import CONFIG, WEIGHTS, MinRate, Part, Spool, remove_abandoned
 from tests.fixtures.descriptors import num_open_files
-from veneer.errors import UnavailableError
+from veneer.errors import DeadlineExceededError, UnavailableError
 
 _LIMITS = {CONFIG: 100, WEIGHTS: 100}
 # Ends as a kill would: no block is left, nothing is cleaned up.
@@ -157,6 +158,63 @@ async def test_a_disk_that_is_full_at_any_step_is_unavailable(tmp_path: Path, mo
         async with Spool(tmp_path, _LIMITS, part_timeout_s=1) as spool:
             await spool.receive(_parts())
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_an_upload_below_the_least_rate_ends_and_names_it(tmp_path: Path, clock: Clock) -> None:
+    async def dripping() -> AsyncIterator[Part]:
+        while True:
+            clock.now_s += 2
+            yield Part(CONFIG, b"x")
+
+    async with Spool(tmp_path, {CONFIG: 1 << 20}, part_timeout_s=30, rate=MinRate(1000, 10)) as spool:
+        with pytest.raises(DeadlineExceededError, match="min_upload_bytes_per_s is 1000, and upload_rate_grace_s 10"):
+            await spool.receive(dripping())
+    assert 10 < clock.now_s <= 14
+
+
+async def test_bytes_that_came_at_once_pay_for_no_more_than_the_grace(tmp_path: Path, clock: Clock) -> None:
+    async def dripping_after_much() -> AsyncIterator[Part]:
+        yield Part(CONFIG, bytes(1 << 20))
+        while True:
+            clock.now_s += 1
+            yield Part(CONFIG, b"x")
+
+    async with Spool(tmp_path, {CONFIG: 1 << 30}, part_timeout_s=30, rate=MinRate(1000, 10)) as spool:
+        with pytest.raises(DeadlineExceededError):
+            await spool.receive(dripping_after_much())
+    assert clock.now_s <= 12
+
+
+@pytest.mark.parametrize(("rate", "part_bytes"), [(1000, 3000), (0, 1)])
+async def test_an_upload_at_the_least_rate_or_without_one_goes_on(
+    tmp_path: Path, clock: Clock, rate: int, part_bytes: int
+) -> None:
+    async def steady() -> AsyncIterator[Part]:
+        yield Part(CONFIG, b"{}")
+        for _ in range(20):
+            clock.now_s += 3
+            yield Part(WEIGHTS, bytes(part_bytes))
+
+    limits = {CONFIG: 100, WEIGHTS: 1 << 20}
+    async with Spool(tmp_path, limits, part_timeout_s=30, rate=MinRate(rate, 10)) as spool:
+        assert (await spool.receive(steady()))[WEIGHTS].size_bytes == 20 * part_bytes
+
+
+@dataclass
+class Clock:
+    """The spool's clock."""
+
+    now_s: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(spools, "time", clock)
+    return clock
 
 
 async def _parts() -> AsyncIterator[Part]:

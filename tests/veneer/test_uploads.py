@@ -12,6 +12,7 @@ from veneer.client import CONFIG_NAME, WEIGHTS_NAME, Client
 from veneer.controlplane.v1 import catalog_pb2
 from veneer.errors import (
     InvalidArgumentError,
+    ResourceExhaustedError,
     UnavailableError,
 )
 
@@ -75,6 +76,30 @@ async def test_a_publish_whose_answer_was_lost_is_sent_again_under_its_identifie
     await client.publish(folder, adapter="tone", base="smol")
     first, second = catalog.headers
     assert first.request_id == second.request_id
+
+
+@pytest.mark.parametrize(("retry_after_s", "times"), [(0.001, 2), (None, 1)])
+async def test_an_upload_without_a_place_is_sent_again_and_one_beyond_a_quota_is_not(
+    client: Client, catalog: Catalog, folder: Path, monkeypatch: pytest.MonkeyPatch, retry_after_s: float | None, times: int
+) -> None:
+    refusals = [ResourceExhaustedError("not now", retry_after_s=retry_after_s)]
+    answer = client_module._answer
+
+    async def refuse_first(upload: Any) -> Any:
+        found = await answer(upload)
+        if refusals:
+            raise refusals.pop()
+        return found
+
+    monkeypatch.setattr(client_module, "_PUBLISH_PAUSES_S", (0.0,))
+    monkeypatch.setattr(client_module, "_answer", refuse_first)
+    if retry_after_s is None:
+        with pytest.raises(ResourceExhaustedError):
+            await client.publish(folder, adapter="tone", base="smol")
+    else:
+        await client.publish(folder, adapter="tone", base="smol")
+    assert len(catalog.headers) == times
+    assert len({header.request_id for header in catalog.headers}) == 1
 
 
 async def test_a_large_upload_to_a_plane_that_goes_away_is_sent_again_under_its_identifier(
