@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,9 +130,11 @@ async def test_a_version_that_loads_slowly_is_answered_by_the_base_only_if_allow
 
 
 async def test_the_version_before_answers_where_request_and_tenant_allow_it(
-    stack: LocalStack, rival: Client, operator: OperatorClient, connect: Connect, secrets: Secrets, publish: Publish
+    stack: LocalStack, operator: OperatorClient, connect: Connect, publish: Publish
 ) -> None:
-    async def of(client: Client, tenant: str) -> None:
+    async def of(tenant: str, policy: tenants_pb2.FallbackPolicy.ValueType) -> None:
+        await operator.create_tenant(tenant, fallback=policy)  # of its own: its default changes, and is seen to for a while
+        client = connect((await operator.create_key(tenant=tenant, roles=ALL_ROLES)).secret)
         name = f"moved-{tenant}"
         one = (await publish(client, "I", adapter=name, alias="stable")).version.digest
         two = (await publish(client, "J", adapter=name, alias="stable")).version.digest
@@ -148,15 +148,17 @@ async def test_the_version_before_answers_where_request_and_tenant_allow_it(
             # A version that was named is that version.
             assert (await outcome(client, FAIL, adapter=name, version=two)).word == "UNAVAILABLE"
 
-            async with as_default(operator, tenant, tenants_pb2.DEFAULT_FALLBACK_PREVIOUS):
-                await until(lambda: _answers(client, name, Outcome("before", one)))
-            async with as_default(operator, tenant, tenants_pb2.DEFAULT_FALLBACK_FAIL):
-                await until(lambda: _fails_at_once(client, name))
+            await operator.set_fallback(policy, default=tenants_pb2.DEFAULT_FALLBACK_PREVIOUS, tenant=tenant)
+            await until(lambda: _answers(client, name, Outcome("before", one)))
+            await operator.set_fallback(policy, default=tenants_pb2.DEFAULT_FALLBACK_FAIL, tenant=tenant)
+            await until(lambda: _fails_at_once(client, name))
 
             await client.retire(name, one)
             await until(lambda: _answers(client, name, None, PREVIOUS))
 
-    await asyncio.gather(of(rival, "rival"), of(connect(secrets.strict), "strict"))
+    await asyncio.gather(
+        of("allows-all", tenants_pb2.FALLBACK_POLICY_ALLOWED), of("allows-nothing", tenants_pb2.FALLBACK_POLICY_FORBIDDEN)
+    )
 
 
 async def test_an_earlier_version_is_granted_with_its_adapter_and_gone_with_it(
@@ -185,17 +187,6 @@ async def test_nothing_takes_the_place_of_a_version_that_is_quarantined(
     refused = Outcome("FAILED_PRECONDITION", "the version is quarantined")
     for mode in (NONE, NOT_READY, ANY, PREVIOUS, FAIL):
         await until(lambda: _gives(acme, refused, {"adapter": "spoilt"}, mode))  # noqa: B023
-
-
-@contextlib.asynccontextmanager
-async def as_default(
-    operator: OperatorClient, tenant: str, default: tenants_pb2.DefaultFallback.ValueType
-) -> AsyncIterator[None]:
-    """What the tenant's requests ask for that do not say."""
-    policies = {"rival": tenants_pb2.FALLBACK_POLICY_ALLOWED, "strict": tenants_pb2.FALLBACK_POLICY_FORBIDDEN}
-    await operator.set_fallback(policies[tenant], default=default, tenant=tenant)
-    yield
-    await operator.set_fallback(policies[tenant], tenant=tenant)
 
 
 async def _gives(
