@@ -331,10 +331,9 @@ class Loads:
             _log.error("a load failed unexpectedly", extra={"version": load.version, "cause": type(error).__name__})
             error = InternalError("the version could not be loaded")
         # Where the node, or the tenant that asked, lacks room, or the node is not enrolled any more, nothing is wrong with the
-        # version, and others may have it.
-        if not isinstance(error, ResourceExhaustedError | TenantHostLimitError | NotEnrolledError):
-            for_good = isinstance(error, FailedPreconditionError | NotFoundError)
-            self._circuits.failed(load.version, error, for_good=for_good)
+        # version, and others may have it; of one that was deleted nothing is left that could fail.
+        if not isinstance(error, ResourceExhaustedError | TenantHostLimitError | NotEnrolledError | NotFoundError):
+            self._circuits.failed(load.version, error, for_good=isinstance(error, FailedPreconditionError))
         return error
 
     async def _try_on(self, load: Load, started_s: float) -> None:

@@ -368,6 +368,7 @@ async def test_a_version_that_is_deleted_while_it_is_loaded_is_not_found(rig: Ri
         await claim.loaded
     assert caught.value.status == "NOT_FOUND"
     assert VERSION not in rig.cache
+    assert rig.prefetcher.circuits() == []
     claim.release()
 
 

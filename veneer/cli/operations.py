@@ -49,7 +49,7 @@ def add_base(
     say(f"registered {base.name}: {base.digest}")
     if base.ends.token_ids:
         say(f"a sequence ends at the tokens {_ends(base)}")
-    else:
+    elif base.HasField("ends"):
         say("no token is named that ends a sequence: answers end at their limit, and structured outputs are off")
 
 
