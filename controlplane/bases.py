@@ -33,9 +33,9 @@ class Bases:
         self._database = database
 
     async def register(self, base: BaseDescription) -> RegisteredBase:
-        """Registers a base; the same digest again gives the stored row, to which it adds ends of sequences and digests of edges.
+        """Registers a base; the same digest again gives the stored row.
 
-        Each is added only if the row has none.
+        The row gets the ends of sequences and digests of edges if it has none, and what the request says of conversations.
 
         Raises:
             InvalidArgumentError: An end of sequences is no token of the base.
@@ -61,10 +61,14 @@ class Bases:
             "eos_ids": None if base.eos_ids is None else list(base.eos_ids),
             "edge_digests": None if base.edge_digests is None else [dataclasses.asdict(one) for one in base.edge_digests],
         }
+        chat = {"chat_contents": base.chat_contents, "chat_fault": base.chat_fault}
+        chat = {name: value for name, value in chat.items() if value is not None}
         columns = models.bases.c
         later = {"eos_ids": row["eos_ids"], "edge_digests": row["edge_digests"]}
         async with self._database.transaction(OPERATOR, refusals={"uq_bases_name": taken}) as connection:
-            await connection.execute(insert(models.bases).values(row).on_conflict_do_nothing(index_elements=["digest"]))
+            await connection.execute(insert(models.bases).values(row | chat).on_conflict_do_nothing(index_elements=["digest"]))
+            if chat:
+                await connection.execute(update(models.bases).where(columns.digest == base.digest).values(chat))
             for name, value in later.items():
                 is_less = (columns.digest == base.digest, columns[name].is_(None))
                 if value is not None:
@@ -128,5 +132,7 @@ def _base(row: Row[Any]) -> RegisteredBase:
         known_names=tuple(row.known_names),
         eos_ids=None if row.eos_ids is None else tuple(row.eos_ids),
         edge_digests=None if row.edge_digests is None else tuple(EdgeDigest(**one) for one in row.edge_digests),
+        chat_contents=row.chat_contents,
+        chat_fault=row.chat_fault,
     )
     return RegisteredBase(description, row.create_time)

@@ -66,6 +66,7 @@ CONSTRAINTS: Final[Mapping[str, VeneerError]] = {
     "ck_audit_action": NEUTRAL,
     "pk_audit": NEUTRAL,
     # bases
+    "ck_bases_chat_contents": _invalid("base.chat_contents", "must be one of the values of ChatContents"),
     "ck_bases_digest": _invalid("base.digest", "must be 64 lower-case hex digits"),
     "pk_bases": AlreadyExistsError("a base with this digest is registered already"),
     "uq_bases_name": AlreadyExistsError("another base has this name"),

@@ -71,10 +71,13 @@ bases = Table(
     Column("max_context", BigInteger, nullable=False),
     Column("known_names", ARRAY(Text), nullable=False),
     Column("edge_digests", JSONB(none_as_null=True)),  # null of bases that were registered before they were kept
+    Column("chat_contents", Text, nullable=False, server_default="text"),
+    Column("chat_fault", Text),
     Column("eos_ids", ARRAY(BigInteger)),
     _created(),
     UniqueConstraint("name"),
     CheckConstraint("digest ~ '^[0-9a-f]{64}$'", name="digest"),
+    CheckConstraint("chat_contents IN ('text', 'tokens')", name="chat_contents"),
 )
 
 tenants = Table(

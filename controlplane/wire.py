@@ -210,6 +210,13 @@ def audit_message(entry: Entry) -> tenants_pb2.AuditEntry:
     )
 
 
+_CHAT_CONTENTS = {
+    None: bases_pb2.CHAT_CONTENTS_UNSPECIFIED,
+    "text": bases_pb2.CHAT_CONTENTS_TEXT,
+    "tokens": bases_pb2.CHAT_CONTENTS_TOKENS,
+}
+
+
 def base_message(base: RegisteredBase) -> bases_pb2.Base:
     """A base as a message."""
     known = base.description
@@ -226,6 +233,8 @@ def base_message(base: RegisteredBase) -> bases_pb2.Base:
         edges=None
         if known.edge_digests is None
         else bases_pb2.EdgeDigests(digests=[bases_pb2.EdgeDigest(**dataclasses.asdict(one)) for one in known.edge_digests]),
+        chat_contents=_CHAT_CONTENTS[known.chat_contents],
+        chat_fault=known.chat_fault,
         create_time=timestamp(base.create_time),
     )
 
@@ -246,6 +255,8 @@ def base_description(base: bases_pb2.Base) -> BaseDescription:
         edge_digests=tuple(EdgeDigest(one.site, one.dtype, one.sha256) for one in base.edges.digests)
         if base.HasField("edges")
         else None,
+        chat_contents=next(name for name, value in _CHAT_CONTENTS.items() if value == base.chat_contents),
+        chat_fault=base.chat_fault if base.HasField("chat_fault") else None,
     )
 
 

@@ -27,7 +27,7 @@ from dataplane.report_client import ReportClient, limits_of
 from dataplane.resolution import Answer, Arm, Caller, Refusal, Resolution, TenantQuotas
 from dataplane.resolve_cache import Key
 from dataplane.version_names import VersionName, VersionNames
-from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
+from veneer.controlplane.v1 import bases_pb2, bases_pb2_grpc, nodes_pb2, nodes_pb2_grpc
 from veneer.errors import (
     FailedPreconditionError,
     InternalError,
@@ -125,6 +125,7 @@ class CatalogClient:
 
     def __init__(self, channel: grpc.aio.Channel, *, base_digest: str, timeout_s: float = 2.0) -> None:
         self._nodes = nodes_pb2_grpc.NodeServiceStub(channel)
+        self._bases = bases_pb2_grpc.BaseServiceStub(channel)
         self.names = VersionNames()
         self.reports = ReportClient(self._nodes, self._ask)
         self._base_digest = base_digest
@@ -196,6 +197,19 @@ class CatalogClient:
         if isinstance(answer.outcome, Resolution):
             self._note_arms(answer.outcome)
         return answer
+
+    async def chat_contents(self) -> str:
+        """Asks what control tokens in contents of messages are for this node's base: `text` or `tokens`."""
+        token = ""
+        while True:
+            request = bases_pb2.ListBasesRequest(page_token=token, page_size=1000)
+            page = await self._call(self._bases.ListBases(request, **self._common()))
+            for base in page.bases:
+                if base.digest == self._base_digest:
+                    return "tokens" if base.chat_contents == bases_pb2.CHAT_CONTENTS_TOKENS else "text"
+            token = page.next_page_token
+            if not token:
+                return "text"
 
     async def identify(self) -> str:
         """Asks for this node's own identifier in the catalogue."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from veneer.errors import UnavailableError, VeneerError
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 60.0
@@ -55,11 +58,18 @@ class Enrollment:
         Raises:
             VeneerError: There is no key, and none to be had.
         """
+        await self.ask(lambda: self._client.enroll(self._key_file, token=self._token))
+
+    async def ask(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Returns what the control plane answers at the start; waits for a while for one that is away.
+
+        Raises:
+            VeneerError: It refuses the call, or is away for too long.
+        """
         end_s = asyncio.get_running_loop().time() + _PATIENCE_S
         while True:
             try:
-                await self._client.enroll(self._key_file, token=self._token)
-                return
+                return await call()
             except UnavailableError:
                 if asyncio.get_running_loop().time() > end_s:
                     raise

@@ -103,7 +103,8 @@ class Node:
         ready = await self.supervisor.start()
         for line in ready.plan:
             _log.info("memory plan", extra={"line": line})
-        self._build_serving(base, max_context=ready.max_context, vocab_size=ready.vocab_size)
+        contents = await self._enrollment.ask(self.client.chat_contents)
+        self._build_serving(base, max_context=ready.max_context, vocab_size=ready.vocab_size, content_tokens=contents == "tokens")
         await self.prompts.start()
         self._run_tasks()
         return await self.server.start()
@@ -189,7 +190,7 @@ class Node:
         )
         self.supervisor.attach(self.prefetcher, self.residency)
 
-    def _build_serving(self, base: BaseDescription, *, max_context: int, vocab_size: int) -> None:
+    def _build_serving(self, base: BaseDescription, *, max_context: int, vocab_size: int, content_tokens: bool) -> None:
         settings = self._settings
         self.resolver = ResolveCache(
             self.client.resolve,
@@ -202,7 +203,9 @@ class Node:
             settings.model_dir,
             max_context=max_context,
             vocab_size=vocab_size,
-            chat=ChatOptions(num_processes=settings.render_processes, max_cpu_s=settings.max_render_s),
+            chat=ChatOptions(
+                num_processes=settings.render_processes, max_cpu_s=settings.max_render_s, content_tokens=content_tokens
+            ),
         )
         self.quotas = Quotas(self.client.lease_quotas, hard_age_s=settings.t_stale_s, on_refused=self.metrics.quota_refused)
         outcomes = Outcomes()

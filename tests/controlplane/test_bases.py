@@ -59,6 +59,28 @@ async def test_digests_of_embedding_and_head_are_kept_and_added_to_a_base_that_l
     assert await kept() == [("embed", "F32", "a" * 64)]
 
 
+async def chat(world: World) -> tuple[str, str | None]:
+    (one,) = (await world.operator.bases.ListBases(bases_pb2.ListBasesRequest())).bases
+    name = bases_pb2.ChatContents.Name(one.chat_contents).removeprefix("CHAT_CONTENTS_").lower()
+    return name, one.chat_fault if one.HasField("chat_fault") else None
+
+
+async def test_what_is_said_of_conversations_is_replaced_and_kept_where_nothing_is_said(world: World) -> None:
+    await world.base()
+    assert await chat(world) == ("text", None), "the default, and nothing was tried"
+    await world.base(dataclasses.replace(tiny_base(), chat_contents="tokens", chat_fault="an unknown tag"))
+    assert await chat(world) == ("tokens", "an unknown tag")
+    await world.base()
+    assert await chat(world) == ("tokens", "an unknown tag")
+    await world.base(dataclasses.replace(tiny_base(), chat_contents="text", chat_fault=""))
+    assert await chat(world) == ("text", "")
+
+
+async def test_a_base_may_be_registered_with_its_setting_at_once(world: World) -> None:
+    await world.base(dataclasses.replace(tiny_base(), chat_contents="tokens"))
+    assert (await chat(world))[0] == "tokens"
+
+
 async def test_an_end_beyond_the_vocabulary_is_refused(world: World) -> None:
     code, message = await refused(world.base(dataclasses.replace(tiny_base(), eos_ids=(31, 32))))
     assert code == grpc.StatusCode.INVALID_ARGUMENT

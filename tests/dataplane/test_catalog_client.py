@@ -18,7 +18,7 @@ from dataplane.enrollment import NotEnrolledError
 from dataplane.resolution import Arm, Refusal, Resolution, Target
 from dataplane.resolve_cache import Key
 from tests.dataplane.doubles import BASE, OTHER, VERSION
-from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
+from veneer.controlplane.v1 import bases_pb2, bases_pb2_grpc, nodes_pb2, nodes_pb2_grpc
 from veneer.errors import (
     FailedPreconditionError,
     InternalError,
@@ -89,14 +89,32 @@ class Nodes(nodes_pb2_grpc.NodeServiceServicer):
         return nodes_pb2.ReportVersionResponse()
 
 
+class Bases(bases_pb2_grpc.BaseServiceServicer):
+    """Lists one base a page, the node's own last."""
+
+    def __init__(self) -> None:
+        self.bases: list[bases_pb2.Base] = []
+
+    async def ListBases(self, request: Any, context: Any) -> Any:
+        place = int(request.page_token or 0)
+        following = str(place + 1) if place + 1 < len(self.bases) else ""
+        return bases_pb2.ListBasesResponse(bases=self.bases[place : place + 1], next_page_token=following)
+
+
+@pytest.fixture
+def listed() -> Bases:
+    return Bases()
+
+
 @pytest.fixture
 def nodes() -> Nodes:
     return Nodes()
 
 
 @pytest.fixture
-async def client(nodes: Nodes) -> AsyncIterator[CatalogClient]:
+async def client(nodes: Nodes, listed: Bases) -> AsyncIterator[CatalogClient]:
     server = grpc.aio.server()
+    bases_pb2_grpc.add_BaseServiceServicer_to_server(listed, server)
     nodes_pb2_grpc.add_NodeServiceServicer_to_server(nodes, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -330,3 +348,21 @@ async def test_changes_and_reports_go_through(client: CatalogClient, nodes: Node
         nodes_pb2.VERSION_FAULT_CORRUPT,
         nodes_pb2.VERSION_FAULT_NOT_FINITE,
     ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "contents"),
+    [
+        (bases_pb2.CHAT_CONTENTS_UNSPECIFIED, "text"),  # a control plane of before
+        (bases_pb2.CHAT_CONTENTS_TEXT, "text"),
+        (bases_pb2.CHAT_CONTENTS_TOKENS, "tokens"),
+    ],
+)
+async def test_what_control_tokens_in_contents_are_is_asked_of_the_nodes_own_base(
+    client: CatalogClient, listed: Bases, stored: bases_pb2.ChatContents.ValueType, contents: str
+) -> None:
+    assert await client.chat_contents() == "text", "there is no such base"
+    listed.bases = [bases_pb2.Base(digest="e" * 64, chat_contents=bases_pb2.CHAT_CONTENTS_TOKENS)]
+    assert await client.chat_contents() == "text"
+    listed.bases.append(bases_pb2.Base(digest=BASE, chat_contents=stored))
+    assert await client.chat_contents() == contents

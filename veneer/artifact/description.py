@@ -77,6 +77,8 @@ class BaseDescription:
         known_names: Other names under which adapter files may refer to it.
         eos_ids: Tokens that end a sequence; None where that is not known (registered before it was kept).
         edge_digests: By which copies of embedding and head are known; None where they are not (likewise).
+        chat_contents: What control tokens in contents of messages are: `text` or `tokens`; None: as the catalogue has it.
+        chat_fault: Why the chat template cannot be used, empty where it can; None where it was not tried.
     """
 
     digest: str
@@ -89,6 +91,8 @@ class BaseDescription:
     known_names: tuple[str, ...] = ()
     eos_ids: tuple[int, ...] | None = None
     edge_digests: tuple[EdgeDigest, ...] | None = None
+    chat_contents: str | None = None
+    chat_fault: str | None = None
 
     @property
     def edges(self) -> tuple[TargetModule, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,12 +58,15 @@ def read_chat(folder: Path) -> ChatSource:
     return ChatSource(template, variables, _controls(template, added, config.get("chat_control_tokens"), variables))
 
 
-def check_chat(folder: Path) -> str:
+def check_chat(folder: Path) -> str | None:
     """Renders a sample with a folder's template, within the limits of a data plane.
 
     Returns:
-        Why conversations cannot be served; empty: they can. A folder without a template serves none either.
+        Why conversations cannot be served; empty: they can. A folder without a template serves none either. None: it was not
+        tried, since the package jinja2 is not installed.
     """
+    if importlib.util.find_spec("jinja2") is None:
+        return None
     source = read_chat(folder)
     if source.fault or source.template is None:
         return source.fault or "there is no chat template"

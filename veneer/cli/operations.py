@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 
 from veneer.artifact import describe_base
 from veneer.channel import ClientTls
+from veneer.chat.source import check_chat
 from veneer.cli.output import console, note, print_json, print_table, say, short, size, version_name, when
 from veneer.cli.residency import print_versions
 from veneer.cli.target import Target
@@ -25,12 +27,26 @@ bases = typer.Typer(no_args_is_help=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+class ChatContents(StrEnum):
+    """What control tokens in contents of messages are."""
+
+    TEXT = "text"
+    TOKENS = "tokens"
+
+
 @bases.command("add")
 def add_base(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Hugging Face folder.", exists=True, file_okay=False)],
     *,
     name: Annotated[str | None, typer.Option(help="Human name; else what the folder says.")] = None,
+    chat_contents: Annotated[
+        ChatContents | None,
+        typer.Option(
+            help="Control tokens in contents of messages are ordinary text, or these tokens (data planes take it at their next "
+            "start); else as it is, or text for a new base."
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Compute a base model's digest and register it."""
@@ -40,7 +56,9 @@ def add_base(
         async with target.operator() as operator:
             with console.status("reading the model"):
                 description = await asyncio.to_thread(describe_base, folder, name=name)
-            return await operator.register_base(description)
+                fault = await asyncio.to_thread(check_chat, folder)
+            contents = None if chat_contents is None else chat_contents.value
+            return await operator.register_base(replace(description, chat_contents=contents, chat_fault=fault and fault[:400]))
 
     base = asyncio.run(run())
     if json:
@@ -51,6 +69,14 @@ def add_base(
         say(f"a sequence ends at the tokens {_ends(base)}")
     elif base.HasField("ends"):
         say("no token is named that ends a sequence: answers end at their limit, and structured outputs are off")
+    if not base.HasField("chat_fault"):
+        say("the chat template was not tried: the package jinja2 is not installed")
+    if base.chat_fault:
+        say(f"conversations cannot be served, texts and token ids can: {base.chat_fault}")
+    elif base.chat_contents == bases_pb2.CHAT_CONTENTS_TOKENS:
+        say("control tokens in contents of messages are these tokens: contents can end a turn and begin another")
+    else:
+        say("control tokens in contents of messages are ordinary text")
 
 
 @bases.command("list")
@@ -67,10 +93,19 @@ def list_bases(context: typer.Context, *, json: Json = False) -> None:
         print_json(found)
         return
     rows = [
-        (base.name, short(base.digest), base.family, base.num_layers, base.max_context, _ends(base), when(base.create_time))
+        (
+            base.name,
+            short(base.digest),
+            base.family,
+            base.num_layers,
+            base.max_context,
+            _ends(base),
+            _chat(base),
+            when(base.create_time),
+        )
         for base in found
     ]
-    print_table("bases", ("name", "digest", "family", "layers", "context", "ends", "registered"), rows)
+    print_table("bases", ("name", "digest", "family", "layers", "context", "ends", "chat contents", "registered"), rows)
 
 
 def _ends(base: bases_pb2.Base) -> str:
@@ -78,6 +113,13 @@ def _ends(base: bases_pb2.Base) -> str:
     if not base.HasField("ends"):
         return "-"
     return ", ".join(map(str, base.ends.token_ids)) or "none"
+
+
+def _chat(base: bases_pb2.Base) -> str:
+    """What control tokens in contents are, or why there are no conversations."""
+    if base.chat_fault:
+        return f"none: {base.chat_fault}"
+    return "tokens" if base.chat_contents == bases_pb2.CHAT_CONTENTS_TOKENS else "text"
 
 
 def status(context: typer.Context, *, json: Json = False) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import stat
 import time
 import uuid
@@ -484,9 +485,29 @@ def test_a_base_is_registered_once_and_listed(veneer: Run, model_dir: Path, mode
     assert model_base.eos_ids
     ends = ", ".join(map(str, model_base.eos_ids))
     assert f"a sequence ends at the tokens {ends}" in said
+    assert "control tokens in contents of messages are ordinary text" in said
     listed = json.loads(ok(veneer("base", "list", "--json")))
     assert [(base["digest"], base["ends"]["token_ids"]) for base in listed] == [(model_base.digest, list(model_base.eos_ids))]
     assert ends in ok(veneer("base", "list"))
+
+
+def test_a_base_says_what_control_tokens_in_contents_are(veneer: Run, model_dir: Path) -> None:
+    said = ok(veneer("base", "add", model_dir, "--chat-contents", "tokens"))
+    assert "contents can end a turn and begin another" in said
+    assert "contents can end a turn and begin another" in ok(veneer("base", "add", model_dir)), "nothing said changes nothing"
+    assert "tokens" in ok(veneer("base", "list"))
+    assert json.loads(ok(veneer("base", "list", "--json")))[0]["chat_contents"] == "CHAT_CONTENTS_TOKENS"
+    assert "ordinary text" in ok(veneer("base", "add", model_dir, "--chat-contents", "text"))
+
+
+def test_a_base_whose_template_cannot_be_used_is_registered_and_says_so(veneer: Run, model_dir: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_dir, tmp_path / "other")
+    (folder / "chat_template.jinja").write_text("{% nosuchtag %}")
+    said = ok(veneer("base", "add", folder, "--name", "other"))
+    assert "conversations cannot be served, texts and token ids can" in said
+    assert "nosuchtag" in said
+    (listed,) = (one for one in json.loads(ok(veneer("base", "list", "--json"))) if one["name"] == "other")
+    assert "nosuchtag" in listed["chat_fault"]
 
 
 def test_a_bad_adapter_is_refused_with_every_fault(veneer: Run, make_folder: Callable[[int], Path]) -> None:
