@@ -25,17 +25,20 @@ _ROUNDS = 3_000_000
 
 
 @contextmanager
-def control_stack(folder: Path, **settings: str | None) -> Iterator[LocalStack]:
+def control_stack(folder: Path, *, chat_template: str | None = None, **settings: str | None) -> Iterator[LocalStack]:
     """The system with the tenant `bench`, at the settings of the product except for what a small machine cannot spare.
 
     Args:
         folder: Models and state go there.
+        chat_template: Of the model; None: it has none.
         settings: Of the data plane.
     """
     model = folder / "tiny"
     model.mkdir(parents=True)
     write_random_llama(model, hidden=512, mlp=1024, heads=8, layers=4, vocab=_VOCAB)
     _byte_tokenizer().save(str(model / "tokenizer.json"))
+    if chat_template is not None:
+        (model / "chat_template.jinja").write_text(chat_template)
     known: dict[str, str | None] = {
         "num_threads": "1",
         "kv_bytes": str(32 * _MIB),

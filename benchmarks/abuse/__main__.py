@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import report
+from benchmarks.abuse.templates import measure_templates
 from benchmarks.abuse.uploads import measure_uploads
 from benchmarks.report import Row
 
@@ -19,6 +20,7 @@ def sections(folder: Path, *, short: bool) -> dict[str, Callable[[], list[Row]]]
     """Returns what there is to measure, by name; servers and stores go into the folder of each section."""
     return {
         "uploads": lambda: measure_uploads(folder / "uploads", rounds=3 if short else 15),
+        "templates": lambda: measure_templates(folder / "templates", short=short),
     }
 
 

@@ -41,7 +41,7 @@ class Streams:
         pid = self._stack.data_plane.process.pid
         assert pid is not None, "it has started"
         self._serving = psutil.Process(pid)
-        self._engine = self._serving.children()[0]
+        self._engine = next(child for child in self._serving.children() if "dataplane.engine" in child.cmdline())
         self._loop = asyncio.Runner()
         self._client = self._loop.run(self._connect(state.data, state.tenant_key or ""))
 
