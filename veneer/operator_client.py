@@ -55,7 +55,7 @@ class OperatorClient(OrganizationCalls, ServingCalls):
             else bases_pb2.EdgeDigests(
                 digests=[bases_pb2.EdgeDigest(site=one.site, dtype=one.dtype, sha256=one.sha256) for one in base.edge_digests]
             ),
-            chat_contents=f"CHAT_CONTENTS_{(base.chat_contents or 'unspecified').upper()}",
+            chat_contents=bases_pb2.ChatContents.Value(f"CHAT_CONTENTS_{(base.chat_contents or 'unspecified').upper()}"),
             chat_fault=base.chat_fault,
         )
         response = await self._ask(self._bases.RegisterBase, bases_pb2.RegisterBaseRequest(base=message))
