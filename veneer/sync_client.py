@@ -25,15 +25,15 @@ from veneer.operator_client import OperatorClient
 from veneer.organization_client import OrganizationClient
 from veneer.origin import NO_ORIGIN, Origin
 
-_C = TypeVar("_C", bound=Connection)
+_C_co = TypeVar("_C_co", bound=Connection, covariant=True)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class _Blocking(Generic[_C]):
+class _Blocking(Generic[_C_co]):
     """An asynchronous client and the thread that it lives in. Any thread may call it."""
 
-    def __init__(self, client: _C) -> None:
+    def __init__(self, client: _C_co) -> None:
         """Takes the client, which nobody else uses."""
         self._client = client
         self._thread: LoopThread | None = LoopThread.shared()
@@ -60,12 +60,12 @@ class _Blocking(Generic[_C]):
 
 
 def _blocking(
-    method: Callable[Concatenate[_C, _P], Coroutine[Any, Any, _T]],
-) -> Callable[Concatenate[_Blocking[_C], _P], _T]:
+    method: Callable[Concatenate[_C_co, _P], Coroutine[Any, Any, _T]],
+) -> Callable[Concatenate[_Blocking[_C_co], _P], _T]:
     """The method, for a thread that waits for what it returns."""
 
     @functools.wraps(method)
-    def call(self: _Blocking[_C], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def call(self: _Blocking[_C_co], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         thread = self._here()
         return thread.run(method(self._client, *args, **kwargs))
 
@@ -73,12 +73,12 @@ def _blocking(
 
 
 def _streaming(
-    method: Callable[Concatenate[_C, _P], AsyncGenerator[_T]],
-) -> Callable[Concatenate[_Blocking[_C], _P], Stream[_T]]:
+    method: Callable[Concatenate[_C_co, _P], AsyncGenerator[_T]],
+) -> Callable[Concatenate[_Blocking[_C_co], _P], Stream[_T]]:
     """The method, for a thread that goes through what it yields."""
 
     @functools.wraps(method)
-    def call(self: _Blocking[_C], /, *args: _P.args, **kwargs: _P.kwargs) -> Stream[_T]:
+    def call(self: _Blocking[_C_co], /, *args: _P.args, **kwargs: _P.kwargs) -> Stream[_T]:
         thread = self._here()
         return Stream(thread, method(self._client, *args, **kwargs))
 

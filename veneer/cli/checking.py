@@ -57,7 +57,7 @@ def check(
             violations = [{"field": one.field, "description": one.description} for one in error.violations]
             print_json({"accepted": False, "violations": violations})
         else:
-            print_error(error)
+            print_error(error, command="check")
         raise typer.Exit(1) from error
     if json:
         print_json({"accepted": True, "report": report})

@@ -48,6 +48,11 @@ _AWAY = (
     "Is it running? `veneer status` tells, `veneer up` starts it here, --control and --data name others;"
     " --ca turns on TLS, which both sides must have."
 )
+_OF_FILES = {
+    "publish": "Mend that and publish again; `veneer check FOLDER --base MODEL_FOLDER` finds faults of files without a server.",
+    "check": "Mend the adapter, and check it again.",
+}
+"""After an adapter was refused, by the command that met it."""
 _USAGE = "Mend that and repeat; `--help` after the command says what it takes."
 _MORE_OF_TENANT = "An operator can raise it: `veneer tenant quota` (`veneer tenant list` shows the quotas)."
 _MORE_OF_ORGANIZATION = "An operator can raise it: `veneer org quota` (`veneer org show` shows the ceilings)."
@@ -82,7 +87,7 @@ def hint_for(error: VeneerError, command: str = "") -> str:
     if error.kind in _BY_KIND:
         return _BY_KIND[error.kind]
     if isinstance(error, InvalidArgumentError):
-        return _USAGE
+        return _OF_FILES.get(command, _USAGE)
     is_local = not isinstance(error.__cause__, grpc.aio.AioRpcError)
     if is_local and error.status != "UNIMPLEMENTED":
         return ""
