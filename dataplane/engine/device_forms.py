@@ -64,7 +64,7 @@ def device_forms(
             low_rank.use(paths)
         return replace(decoder, stack=ProjectedStack(stack.form, stack.layers, stack.rotaries, stack.pieces))
 
-    return Forms(f"triton, {gpu.name}", attention, low_rank, TritonPieces(), captures, fit)
+    return Forms(f"triton, {gpu.name}", attention, low_rank, TritonPieces(), captures, fit=fit)
 
 
 def _measured(stack: PieceStack, sites: tuple[Site, ...], *, gpu: Gpu, most_rows: int, is_fp8: bool) -> Paths:
