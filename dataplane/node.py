@@ -82,7 +82,7 @@ class Node:
             VeneerError: Something that is needed is wrong or away; the message says what.
         """
         settings = self._settings
-        base = await asyncio.to_thread(describe_base, settings.model_dir)
+        base = await asyncio.to_thread(describe_base, settings.model_dir, edges=False)
         config = engine_config(settings, base)
         self.base_digest = base.digest
         self.metrics = Metrics(self._registry, base_name=base.name)

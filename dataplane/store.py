@@ -254,7 +254,7 @@ class AdapterStore:
 
     def _lay_out(self, version: str, files: Files, is_ahead: Callable[[], bool], evicted: list[str]) -> None:
         """Checks files and writes the image, all in one go; what makes room is added to a list."""
-        artifact = check(files.config, files.weights, self._base, self._artifact_limits)
+        artifact = check(files.config, files.weights, self._base, self._artifact_limits, compares_copies=False)
         try:
             evicted += self._cache.reserve(version, size_bytes=self._size_bytes(artifact), ahead=is_ahead())
             image = build_image(

@@ -161,3 +161,14 @@ def test_a_tie_of_embeddings_counts_only_where_one_is_adapted(
         return
     with pytest.raises(ArtifactError, match="ensure_weight_tying: is not supported together with LoRA on embedding or head"):
         checked(folder, world.base)
+
+
+def test_a_node_loads_what_was_published_without_comparing_again_and_applies_no_copy(world: World, tmp_path: Path) -> None:
+    folder = saved(world, tmp_path / "adapter", targets=["lm_head", "embed_tokens"], how="auto")
+    base = describe_base(world.folder, edges=False)
+    assert (base.digest, base.edge_digests) == (world.base.digest, None)
+    config, weights = (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors"
+    found = check(config, weights, base, compares_copies=False)
+    applied = {ref.name for pair in found.pairs for ref in (pair.a, pair.b)}
+    assert applied.isdisjoint(copies(folder))
+    assert len(applied) + len(copies(folder)) == len(load_file(weights))

@@ -9,9 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from veneer.artifact.copies import digests_of
 from veneer.artifact.description import BaseDescription, EdgeDigest, TargetModule
 from veneer.artifact.digest import Manifest
@@ -22,7 +19,6 @@ from veneer.artifact.header import DTYPE_BYTES, FLOAT_DTYPES, HeaderLimits, Tens
 from veneer.artifact.hub import folder_name
 from veneer.artifact.source import opened
 from veneer.artifact.strict_json import parse_object
-from veneer.artifact.values import widen
 
 _HEADER_LIMITS = HeaderLimits(
     max_header_bytes=64 << 20, max_tensors=1 << 16, max_name_chars=256, max_dimension=1 << 31, dtypes=frozenset(DTYPE_BYTES)
@@ -43,13 +39,16 @@ class Shard:
     tensors: tuple[TensorRef, ...]
 
 
-def describe_base(folder: Path, *, name: str | None = None, known_names: Sequence[str] = ()) -> BaseDescription:
+def describe_base(
+    folder: Path, *, name: str | None = None, known_names: Sequence[str] = (), edges: bool = True
+) -> BaseDescription:
     """Reads a model folder. Streams all weights once to hash them.
 
     Args:
         folder: Holds config.json, tokenizer.json and one or more safetensors files.
         name: Human name; by default the config's `_name_or_path`, else the folder's name; see `folder_name`.
         known_names: Further names under which adapter files may refer to this base.
+        edges: Whether to make the digests by which copies of embedding and head are known, for which both are read once more.
 
     Raises:
         ArtifactError: The folder is no model of a supported family; every fault is listed.
@@ -84,7 +83,7 @@ def describe_base(folder: Path, *, name: str | None = None, known_names: Sequenc
         max_context=max_context,
         known_names=tuple(dict.fromkeys(other[:200] for other in others)),
         eos_ids=eos_ids,
-        edge_digests=_edge_digests(shards, config),
+        edge_digests=_edge_digests(shards, config) if edges else None,
     )
 
 
@@ -92,18 +91,18 @@ def _edge_digests(shards: Sequence[Shard], config: dict[str, Any]) -> tuple[Edge
     """Digests of the embedding and the head; a base that ties them, or has no head of its own, has the embedding's twice."""
     places = {tensor.name: (shard.path, tensor) for shard in shards for tensor in shard.tensors}
     embedding, head = places["model.embed_tokens.weight"], places.get("lm_head.weight")
-    found = digests_of(_parts(*embedding), "embed")
+    found = digests_of(_parts(*embedding), embedding[1].dtype, "embed")
     if head is None or config.get("tie_word_embeddings") is True:
         return (*found, *(EdgeDigest("head", one.dtype, one.sha256) for one in found))
     if head[1].shape != embedding[1].shape or head[1].dtype not in FLOAT_DTYPES:
         return tuple(found)  # no copy of it is known
-    return (*found, *digests_of(_parts(*head), "head"))
+    return (*found, *digests_of(_parts(*head), head[1].dtype, "head"))
 
 
-def _parts(path: Path, tensor: TensorRef) -> Iterator[npt.NDArray[np.float32]]:
+def _parts(path: Path, tensor: TensorRef) -> Iterator[bytes]:
     with opened(path) as source:
         for offset in range(0, tensor.size_bytes, _CHUNK_BYTES):
-            yield widen(source.read(tensor.offset + offset, min(_CHUNK_BYTES, tensor.size_bytes - offset)), tensor.dtype)
+            yield source.read(tensor.offset + offset, min(_CHUNK_BYTES, tensor.size_bytes - offset))
 
 
 def read_eos_ids(folder: Path, *, vocab_size: int) -> tuple[int, ...]:

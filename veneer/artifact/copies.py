@@ -17,6 +17,7 @@ from veneer.artifact.description import BaseDescription, EdgeDigest
 from veneer.artifact.faults import Faults, quote
 from veneer.artifact.header import DTYPE_BYTES, TensorRef
 from veneer.artifact.source import Source
+from veneer.artifact.values import widen
 
 if TYPE_CHECKING:
     from veneer.artifact.keys import Key
@@ -27,17 +28,19 @@ _CHUNK_BYTES: Final = 8 << 20
 _DROP: Final = "drop it: save with save_embedding_layers=False"
 
 
-def digests_of(parts: Iterable[npt.NDArray[np.float32]], site: str) -> list[EdgeDigest]:
+def digests_of(parts: Iterable[bytes], stored: str, site: str) -> list[EdgeDigest]:
     """Digests of a matrix as each type.
 
     Args:
-        parts: The matrix in float32, in consecutive parts.
+        parts: The matrix's bytes in consecutive parts of whole elements.
+        stored: Their type.
         site: Whose it is: `embed` or `head`.
     """
     hashes = {dtype: hashlib.sha256() for dtype in DTYPES}
     for part in parts:
+        values = widen(part, stored)
         for dtype, found in hashes.items():
-            found.update(_cast(part, dtype))
+            found.update(part if dtype == stored else _cast(values, dtype))
     return [EdgeDigest(site, dtype, found.hexdigest()) for dtype, found in hashes.items()]
 
 

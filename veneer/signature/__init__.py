@@ -2,7 +2,7 @@
 
 A `model.sig` is a Sigstore bundle: a DSSE envelope around an in-toto statement that lists the files of a folder with their
 digests. Signatures by a key or by a certificate are verified here; what needs Sigstore's services is refused. Needs
-`cryptography` beside what `veneer.artifact` needs, and no network.
+`cryptography` and pyOpenSSL beside what `veneer.artifact` needs, and no network.
 """
 
 from __future__ import annotations
