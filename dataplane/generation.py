@@ -197,7 +197,7 @@ class Generator:
             line.prompt(len(budget.ids))
             await meter.reserve(prompt=len(budget.ids), output=budget.max_tokens * request.choice.n)
             constraint = request.choice.constraint
-            grammar = "" if constraint is None else await self._prompts.grammars.check(constraint)
+            grammar = "" if constraint is None else await self._prompts.grammars.check(constraint, tenant=caller.tenant)
             if request.deadline_s is not None:
                 request = replace(request, deadline_s=max(request.deadline_s - (time.monotonic() - started_s), 0.0))
             bound = activate(served, answer, budget.ids)

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataplane.engine.grammar import GrammarCompiler
 from dataplane.frontend.chat_template import ChatTemplate, RenderedChat
 from dataplane.frontend.detokenizer import Detokenizer
 from dataplane.frontend.grammars import Grammars
@@ -132,7 +131,7 @@ class Prompts:
             )
             self._template = ChatTemplate(order, num_processes=chat.num_processes, max_pending=max_pending)
         self.eos_ids = read_eos_ids(folder, vocab_size=vocab_size)
-        self.grammars = Grammars(GrammarCompiler(folder, vocab_size=vocab_size, eos_ids=self.eos_ids))
+        self.grammars = Grammars(folder, vocab_size=vocab_size, eos_ids=self.eos_ids)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="prompts")
         self._pending = 0
         self._max_pending = max_pending
