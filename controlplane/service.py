@@ -219,5 +219,6 @@ def _options(settings: Settings) -> ServerOptions:
         allow_plaintext=settings.allow_plaintext,
         reflection=settings.reflection,
         ready_file=settings.ready_file,
+        drain_delay_s=settings.drain_delay_s,
         drain_grace_s=settings.drain_grace_s,
     )

@@ -51,6 +51,7 @@ class Settings(BaseSettings):
         allow_plaintext: Allows to listen beyond loopback without TLS.
         reflection: Serves gRPC reflection.
         ready_file: Written when the service listens: a JSON object with the addresses.
+        drain_delay_s: How long to go on admitting after NOT_SERVING, so that routers and clients notice and go elsewhere.
         drain_grace_s: How long running calls may go on after a stop signal.
         max_config_bytes: Largest `adapter_config.json`.
         max_weights_bytes: Largest `adapter_model.safetensors`.
@@ -118,6 +119,7 @@ class Settings(BaseSettings):
     allow_plaintext: bool = False
     reflection: bool = False
     ready_file: Path | None = None
+    drain_delay_s: Annotated[float, Field(ge=0, le=600)] = 5.0
     drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
     max_config_bytes: Annotated[int, Field(ge=1024, le=1 << 20)] = 1 << 20
     max_weights_bytes: Annotated[int, Field(ge=1024, le=4 * _GIB)] = 4 * _GIB

@@ -38,6 +38,7 @@ from veneer.errors import (
     VeneerError,
 )
 from veneer.private_files import open_private
+from veneer.statuses import ended_by_transport
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -424,6 +425,8 @@ def _arm(version: nodes_pb2.ServableVersion) -> Arm:
 
 def _translate(error: grpc.aio.AioRpcError) -> VeneerError:
     """Returns our error for a failed call; texts of the other side are passed on only where they speak of the node itself."""
+    if ended_by_transport(error):  # the control plane restarts
+        return UnavailableError("the control plane is unreachable", retry_after_s=1.0)
     match error.code():
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED | grpc.StatusCode.RESOURCE_EXHAUSTED:
             return UnavailableError("the control plane is unreachable", retry_after_s=1.0)

@@ -390,7 +390,7 @@ class Node:
     @property
     def _hindrance(self) -> str:
         """Why the node does not serve; empty while it does."""
-        if self.generator.draining:
+        if self.generator.draining or self.server.is_draining:
             return "the node is draining"
         if not self.client.is_enrolled:
             return "the control plane refuses the node's key"

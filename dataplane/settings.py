@@ -106,7 +106,7 @@ class Settings(BaseSettings):
         allow_plaintext: Allows to listen, and to call the control plane, beyond loopback without TLS.
         reflection: Serves gRPC reflection.
         ready_file: Written when the service listens: a JSON object with the addresses.
-        drain_delay_s: How long to go on admitting after NOT_SERVING.
+        drain_delay_s: How long to go on admitting after NOT_SERVING, so that routers and clients notice and go elsewhere.
         drain_grace_s: How long running streams may go on after a stop signal.
         log_level: Least level that is logged.
     """
@@ -184,7 +184,7 @@ class Settings(BaseSettings):
     allow_plaintext: bool = False
     reflection: bool = False
     ready_file: Path | None = None
-    drain_delay_s: Annotated[float, Field(ge=0, le=600)] = 0.0
+    drain_delay_s: Annotated[float, Field(ge=0, le=600)] = 5.0
     drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     log_level: str = "INFO"
 

@@ -15,7 +15,8 @@ from veneer.errors import InvalidArgumentError, Violation
 from veneer.statuses import error_of
 
 # Calls whose effect is the same when they run twice, by service: some only under a request_id, which the clients send with each.
-# gRPC retries them on UNAVAILABLE, and only before the first message of the answer. No upload is among them: see `open_channel`.
+# gRPC retries them on UNAVAILABLE and on CANCELLED (a server that stops resets them so; a call that its own caller cancels is
+# over), and only before the first message of the answer. No upload is among them: see `open_channel`.
 _REPEATABLE: dict[str, tuple[str, ...]] = {
     "veneer.controlplane.v1.BaseService": ("RegisterBase", "ListBases"),
     "veneer.controlplane.v1.CatalogService": (
@@ -77,7 +78,7 @@ _RETRY_POLICY = {
     "initialBackoff": "0.1s",
     "maxBackoff": "2s",
     "backoffMultiplier": 2,
-    "retryableStatusCodes": ["UNAVAILABLE"],
+    "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
 }
 _SERVICE_CONFIG = {
     "methodConfig": [
@@ -142,7 +143,7 @@ def open_channel(address: str, *, tls: ClientTls | None, retries: bool = True) -
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Turns a gRPC error into the `VeneerError` that the plane raised."""
+    """Turns a gRPC error into the `VeneerError` that the plane raised, or UNAVAILABLE where the connection ended the call."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

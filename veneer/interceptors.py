@@ -1,8 +1,11 @@
 """What happens around every call of a plane: identity, validation, errors, the log line, metrics.
 
 One interceptor does it all, because each layer around a stream costs time per message, and because the order matters: nothing of
-a request is looked at before its caller is known, and every outcome, refusals included, is counted and logged once. Answers that
+a request is read before its caller is known, and every outcome, refusals included, is counted and logged once. Answers that
 were given before are logged together, a line a second for each key.
+
+gRPC reads the request of a method with one request before it calls the method, for as long as the caller takes to send it. So to
+gRPC every method is one with a stream of requests, and the interceptor reads the one request itself, once it knows the caller.
 """
 
 from __future__ import annotations
@@ -24,11 +27,14 @@ from google.protobuf.message import DecodeError, Message
 from veneer.access import Authenticator, Identity, ListenerName, Rule, Rules, current_identity, key_digest_of, set_identity
 from veneer.call_records import CallMetrics, CallSummary, MethodMetrics, collect_facts, trace_facts
 from veneer.errors import InternalError, InvalidArgumentError, PermissionDeniedError, UnauthenticatedError, VeneerError
+from veneer.running_calls import RunningCalls
 from veneer.statuses import code_of, message_of, trailers_of
 from veneer.validation import validate
 
 _LOG = logging.getLogger(__name__)
 _ALARMING = frozenset({"UNKNOWN", "INTERNAL", "DATA_LOSS", "UNAVAILABLE"})  # codes that an operator should look at
+
+_TURNS = 2
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -56,6 +62,15 @@ class _Method:
     shortcut: Shortcut | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Wrapped:
+    """A method's own handler, and the one that guards it."""
+
+    handler: grpc.RpcMethodHandler[Any, Any]
+    method: _Method
+    guarded: grpc.RpcMethodHandler[Any, Any]
+
+
 @dataclass(slots=True)
 class _Call:
     """A running call, whose block fills in who makes it and whether the method was called; what `note` adds is in `facts`."""
@@ -80,13 +95,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         authenticator: Authenticator,
         metrics: CallMetrics,
         shortcuts: Mapping[str, Shortcut] | None = None,
+        running: RunningCalls | None = None,
     ) -> None:
+        self._running = RunningCalls() if running is None else running
         self._listener: ListenerName = listener
         self._rules = rules
         self._authenticator = authenticator
         self._metrics = metrics
         self._shortcuts = shortcuts or {}
-        self._wrapped: dict[str, tuple[grpc.RpcMethodHandler[Any, Any], grpc.RpcMethodHandler[Any, Any]]] = {}
+        self._wrapped: dict[str, _Wrapped] = {}
         self._summary = CallSummary(listener)
 
     async def intercept_service(
@@ -100,11 +117,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return None  # no such method: UNIMPLEMENTED
         name = handler_call_details.method
         known = self._wrapped.get(name)
-        if known is None or known[0] is not handler:
+        if known is None or known.handler is not handler:
             metrics = self._metrics.of(self._listener, name)
             method = _Method(name, self._rules.get(name), metrics, self._shortcuts.get(name))
-            known = self._wrapped[name] = handler, self._wrap(handler, method)
-        return known[1]
+            known = self._wrapped[name] = _Wrapped(handler, method, self._wrap(handler, method))
+        rule = known.method.rule
+        is_open = rule is not None and rule.open
+        refusal = self._running.arrive(is_open=is_open)
+        if refusal is None and not is_open and all(key != "authorization" for key, _ in handler_call_details.invocation_metadata):
+            refusal = _no_credential()
+        return known.guarded if refusal is None else self._refuse(known.method, refusal)
 
     def _wrap(self, handler: grpc.RpcMethodHandler[Any, Any], method: _Method) -> grpc.RpcMethodHandler[Any, Any]:
         codec = {
@@ -112,18 +134,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             "response_serializer": handler.response_serializer,
         }
         if method.shortcut is not None:
-            return grpc.unary_unary_rpc_method_handler(self._short(handler, method, method.shortcut))
+            return grpc.stream_unary_rpc_method_handler(self._short(handler, method, method.shortcut))
 
         if not handler.request_streaming and not handler.response_streaming:
             unary_unary: Any = handler.unary_unary
 
-            async def call_unary_unary(request: Message, context: _Context) -> Any:
+            async def call_unary_unary(_: AsyncIterator[Message], context: _Context) -> Any:
                 async with self._call(method, context) as call:
                     await self._admit(call, method.rule, context)
-                    _check(request)
-                    return await unary_unary(request, context)
+                    return await unary_unary(await self._request(context), context)
 
-            return grpc.unary_unary_rpc_method_handler(call_unary_unary, **codec)
+            return grpc.stream_unary_rpc_method_handler(call_unary_unary, **codec)
 
         if not handler.response_streaming:
             stream_unary: Any = handler.stream_unary
@@ -138,22 +159,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if not handler.request_streaming:
             unary_stream: Any = handler.unary_stream
 
-            async def call_unary_stream(request: Message, context: _Context) -> None:
+            async def call_unary_stream(_: AsyncIterator[Message], context: _Context) -> None:
                 async with self._call(method, context) as call:
                     await self._admit(call, method.rule, context)
-                    _check(request)
-                    await _write_all(unary_stream(request, context), context)
+                    await _write_all(unary_stream(await self._request(context), context), context)
 
-            async def iterate_unary_stream(request: Message, context: _Context) -> AsyncIterator[Any]:
+            async def iterate_unary_stream(_: AsyncIterator[Message], context: _Context) -> AsyncIterator[Any]:
                 async with self._call(method, context) as call:
                     await self._admit(call, method.rule, context)
-                    _check(request)
+                    request = await self._request(context)
                     async with contextlib.aclosing(_each(unary_stream(request, context))) as responses:
                         async for response in responses:
                             yield response
 
             respond: Any = iterate_unary_stream if _is_iterated_over() else call_unary_stream
-            return grpc.unary_stream_rpc_method_handler(respond, **codec)
+            return grpc.stream_stream_rpc_method_handler(respond, **codec)
 
         stream_stream: Any = handler.stream_stream
 
@@ -174,15 +194,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _short(
         self, handler: grpc.RpcMethodHandler[Any, Any], method: _Method, shortcut: Shortcut
-    ) -> Callable[[bytes, _Context], Awaitable[bytes]]:
+    ) -> Callable[[AsyncIterator[bytes], _Context], Awaitable[bytes]]:
         """The method over bytes: what it answered before to the same bytes from the same caller needs neither codec nor rules."""
         unary_unary: Any = handler.unary_unary
         decode: Any = _decoder(handler.request_deserializer)
         encode: Any = handler.response_serializer
 
-        async def call_short(data: bytes, context: _Context) -> bytes:
+        async def call_short(_: AsyncIterator[bytes], context: _Context) -> bytes:
             async with self._call(method, context) as call:
                 await self._admit(call, method.rule, context)
+                data = await self._message(context)
                 assert call.identity is not None
                 known = shortcut.find(call.identity, data)
                 if known is not None:
@@ -198,6 +219,30 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return call_short
 
+    def _refuse(self, method: _Method, refusal: VeneerError) -> grpc.RpcMethodHandler[Any, Any]:
+        """A handler for one call that is refused before anything of it is read.
+
+        A connection may open and reset such calls thousands of times a second; of a call whose caller has gone, nothing is kept.
+        """
+
+        async def refuse(_: AsyncIterator[bytes], context: _Context) -> None:
+            await _until_a_reset_shows()
+            async with self._call(method, context):
+                raise refusal
+
+        return grpc.stream_unary_rpc_method_handler(refuse)
+
+    async def _request(self, context: _Context) -> Message:
+        """The one request of a call, checked."""
+        return _check(await self._message(context))
+
+    async def _message(self, context: _Context) -> Any:
+        with self._running.hearing():
+            message = await context.read()
+        if message is grpc.aio.EOF:
+            raise InvalidArgumentError("the call ended without a request")
+        return message
+
     def flush(self) -> None:
         """Logs what is to be logged together, if something is left."""
         self._summary.flush()
@@ -210,7 +255,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         call = _Call(collect_facts())
         code = "UNKNOWN"
         try:
-            yield call
+            with self._running.interruptible():
+                yield call
             code = _code_name(context.code())
         except grpc.aio.AbortError:
             code = _code_name(context.code())
@@ -253,8 +299,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 identity = Identity(kind="bearer", key_digest=key_digest)
             else:
                 identity = await self._authenticator.authenticate(key_digest)
-        if identity is None:  # one answer for missing, malformed, unknown, expired and revoked
-            raise UnauthenticatedError("no valid credential: send 'authorization: Bearer <key>'")
+        if identity is None:
+            raise _no_credential()
         rule.admit(identity, self._listener)
         set_identity(identity)
         call.identity = identity
@@ -278,8 +324,7 @@ def _metadata(context: _Context) -> tuple[tuple[str, str | bytes], ...]:
 
 async def _validated(requests: AsyncIterator[Message]) -> AsyncIterator[Message]:
     async for request in requests:
-        _check(request)
-        yield request
+        yield _check(request)
 
 
 def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
@@ -295,10 +340,11 @@ def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | 
     return None if decode is None else decoded
 
 
-def _check(request: Message | None) -> None:
+def _check(request: Message | None) -> Message:
     if request is None:
         raise InvalidArgumentError("the request's bytes are no message of its type")
     validate(request)
+    return request
 
 
 def _is_iterated_over() -> bool:
@@ -334,7 +380,22 @@ async def _write_all(responses: Any, context: _Context) -> None:
             await context.write(response)
 
 
+async def _until_a_reset_shows() -> None:
+    """Lets the event loop turn as often as gRPC needs to cancel this task, if its caller has reset the call.
+
+    To answer a call that is reset costs several times as much.
+    """
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
+
+
+def _no_credential() -> UnauthenticatedError:
+    """One answer for missing, malformed, unknown, expired and revoked."""
+    return UnauthenticatedError("no valid credential: send 'authorization: Bearer <key>'")
+
+
 async def _abort(context: _Context, error: VeneerError) -> None:
+    await _until_a_reset_shows()
     await context.abort(code_of(error), message_of(error), trailers_of(error))
 
 

@@ -7,16 +7,19 @@ and `stop` in their own event loop, on port 0.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import importlib.util
+import ipaddress
 import json
 import logging
 import os
 import signal
+import socket
 import threading
 import urllib.parse
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIServer
@@ -31,12 +34,14 @@ from veneer.call_records import CallMetrics
 from veneer.errors import InvalidArgumentError, UnavailableError, Violation
 from veneer.heap import bound_heap, keep_trimmed
 from veneer.interceptors import CallInterceptor, Shortcut
+from veneer.running_calls import MAX_CALLS, CallLimits, RunningCalls
 from veneer.settings import host_of, is_loopback
 
 _LOG = logging.getLogger(__name__)
 
 MAX_RECEIVE_BYTES = 4 << 20
-_MAX_CALLS = 16_384
+MAX_STREAMS_PER_CONNECTION = 2_048
+"""Streams that a connection may have open, among them those that it has reset and the plane has not forgotten yet."""
 _MINUTE_MS = 60_000
 _END_S = 15.0
 """How long a process may take to end once its work is done."""
@@ -52,6 +57,15 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # Connections are renewed (gRPC adds the jitter) so that callers spread again over replicas; running streams keep theirs.
     ("grpc.max_connection_age_ms", 30 * _MINUTE_MS),
     ("grpc.max_connection_age_grace_ms", 60 * _MINUTE_MS),
+    # A connection that opens more streams than this, or resets them faster than the plane forgets them, is refused the others
+    # (REFUSED_STREAM, which clients read as UNAVAILABLE) before they reach the event loop. Clients that heed SETTINGS wait.
+    ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+    # Calls that wait for the event loop. Beyond the first bound gRPC resets some by chance, beyond the second all, and callers
+    # see CANCELLED: at the defaults (1,000 and 3,000) 2,663 of 6,000 at once. The plane's own bound comes first.
+    ("grpc.server.max_pending_requests", MAX_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_CALLS),
+    # gRPC would reset a call that waited for 30 s too; its caller's deadline says how long it may.
+    ("grpc.server_max_unrequested_time_in_server", 3600),
     # Two servers on one port would share its calls by chance: let the second fail.
     ("grpc.so_reuseport", 0),
 )
@@ -102,6 +116,7 @@ class ServerOptions:
         ready_file: Written when the service listens: JSON with the addresses. Removed when it begins to drain.
         drain_delay_s: How long to go on admitting after reporting NOT_SERVING, so that routers notice.
         drain_grace_s: How long running calls may go on after that.
+        calls: Bounds of the calls that run.
     """
 
     callers: str
@@ -114,6 +129,7 @@ class ServerOptions:
     ready_file: Path | None = None
     drain_delay_s: float = 0.0
     drain_grace_s: float = 10.0
+    calls: CallLimits = field(default_factory=CallLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +147,7 @@ class PlaneServer:
     Attributes:
         addresses: Where it listens, once started.
         registry: The Prometheus registry that its page shows.
+        is_draining: Whether it said that it goes away.
     """
 
     def __init__(
@@ -166,6 +183,9 @@ class PlaneServer:
         self._authenticators = authenticators
         self._metrics = CallMetrics(self.registry)
         self._shortcuts = shortcuts or {}
+        self._running = RunningCalls(options.calls)
+        self._hurried = asyncio.Event()
+        self.is_draining = False
         self._interceptors: list[CallInterceptor] = []
         self._servers: list[grpc.aio.Server] = []
         self._health: list[health.aio.HealthServicer] = []
@@ -206,16 +226,27 @@ class PlaneServer:
 
     async def drain(self) -> None:
         """Reports NOT_SERVING for good and waits until routers have noticed."""
+        self.is_draining = True
         if self._options.ready_file is not None:
             self._options.ready_file.unlink(missing_ok=True)
         for servicer in self._health:
             await servicer.enter_graceful_shutdown()
-        await asyncio.sleep(self._options.drain_delay_s)
+        await self._unless_hurried(self._options.drain_delay_s, asyncio.sleep(self._options.drain_delay_s))
 
     async def stop(self, *, grace_s: float | None = None) -> None:
-        """Ends: new calls are refused at once, running ones have `grace_s` (default: the setting) and then end."""
-        grace = self._options.drain_grace_s if grace_s is None else grace_s
-        await asyncio.gather(*(server.stop(grace) for server in self._servers))
+        """Ends: new calls are refused at once, running ones have `grace_s` (default: the setting); all of them end UNAVAILABLE.
+
+        gRPC's own way to stop resets what has arrived and waits, and what runs when the grace is over, and callers see CANCELLED.
+        So it only gets to see a server without calls, whose connections have been ended.
+        """
+        if self._servers:
+            self._running.refuse()
+            grace = self._options.drain_grace_s if grace_s is None else grace_s
+            await self._unless_hurried(grace, self._running.wait_idle())
+            await self._running.end()
+            if self.addresses is not None:
+                _end_connections((self.addresses.callers, self.addresses.operators))
+            await asyncio.gather(*(server.stop(0) for server in self._servers))
         for interceptor in self._interceptors:
             interceptor.flush()
         for part in (self._servers, self._health, self._interceptors):
@@ -226,15 +257,15 @@ class PlaneServer:
             await asyncio.to_thread(_close_page, server, thread)
 
     async def run(self, *, on_drain: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Serves until SIGTERM or SIGINT, then drains and stops. A second signal cuts the grace short.
+        """Serves until SIGTERM or SIGINT, then drains and stops. A second signal cuts delay and grace short.
 
         Args:
             on_drain: Called after health says NOT_SERVING and before running calls are waited for, e.g. to refuse new work.
         """
-        asked, hurried = asyncio.Event(), asyncio.Event()
+        asked = asyncio.Event()
 
         def on_signal() -> None:
-            (hurried if asked.is_set() else asked).set()
+            (self._hurried if asked.is_set() else asked).set()
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -243,24 +274,25 @@ class PlaneServer:
             if not self._servers:
                 await self.start()
             await asked.wait()
-            _LOG.info("draining", extra={"grace_s": self._options.drain_grace_s})
-            ending = asyncio.create_task(self._end(on_drain))
-            hurry = asyncio.create_task(hurried.wait())
-            await asyncio.wait({ending, hurry}, return_when=asyncio.FIRST_COMPLETED)
-            hurry.cancel()
-            if not ending.done():
-                await asyncio.gather(*(server.stop(0) for server in self._servers))
-            await ending
+            _LOG.info("draining", extra={"delay_s": self._options.drain_delay_s, "grace_s": self._options.drain_grace_s})
+            await self.drain()
+            if on_drain is not None:
+                await on_drain()
+            await self.stop()
             _LOG.info("stopped")
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    async def _end(self, on_drain: Callable[[], Awaitable[None]] | None) -> None:
-        await self.drain()
-        if on_drain is not None:
-            await on_drain()
-        await self.stop()
+    async def _unless_hurried(self, limit_s: float, waiting: Coroutine[Any, Any, None]) -> None:
+        """Waits for so long at most, and no longer once a second signal has come."""
+        tasks = {asyncio.create_task(waiting), asyncio.create_task(self._hurried.wait())}
+        try:
+            await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _tls(self, name: str) -> Tls | None:
         return (self._options.operators_tls or self._options.tls) if name == "operators" else self._options.tls
@@ -272,9 +304,10 @@ class PlaneServer:
             authenticator=self._authenticators[name],
             metrics=self._metrics,
             shortcuts=self._shortcuts,
+            running=self._running,
         )
         self._interceptors.append(interceptor)
-        server = grpc.aio.server(interceptors=[interceptor], options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
+        server = grpc.aio.server(interceptors=[interceptor], options=_OPTIONS)
         served = [service for service in self._services if name in service.listeners]
         for service in served:
             service.add(server)
@@ -344,6 +377,56 @@ def _credentials(tls: Tls) -> grpc.ServerCredentials:
     except OSError as error:
         raise _refused("tls", f"cannot read {error.filename}: {error.strerror}") from error
     return grpc.ssl_server_credentials([pair], root_certificates=client_ca, require_client_auth=client_ca is not None)
+
+
+def _end_connections(addresses: Sequence[str]) -> None:
+    """Shuts the connections of listeners down, so that their clients see them end: calls on the way end UNAVAILABLE.
+
+    gRPC keeps the descriptors to itself and goes on owning them. Each is looked at and shut down through a duplicate, which stays
+    the same connection whatever gRPC does meanwhile. On a system that does not list descriptors, gRPC resets what is on the way.
+    """
+    ends = {_end(address) for address in addresses}
+    try:
+        numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+    except OSError:
+        return
+    for number in numbers:
+        try:
+            own = os.dup(number)
+        except OSError:
+            continue  # closed meanwhile
+        try:
+            connection = socket.socket(fileno=own)
+        except OSError:
+            os.close(own)  # no socket
+            continue
+        with connection, contextlib.suppress(OSError):  # not connected, or ended meanwhile
+            if connection.type == socket.SOCK_STREAM and _is_end(connection.getsockname(), ends):
+                connection.getpeername()  # a socket that listens has none
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _end(address: str) -> tuple[str, int]:
+    """Where connections to a listener end: address (empty: any) and port, or path and 0."""
+    if address.startswith("unix:"):
+        return address.removeprefix("unix:").removeprefix("//"), 0
+    host = _host(address).strip("[]")
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        host = ""
+    else:
+        host = "" if ip.is_unspecified else str(ip)
+    return host, int(address.rpartition(":")[2])
+
+
+def _is_end(name: Any, ends: set[tuple[str, int]]) -> bool:
+    if isinstance(name, str):
+        return (name, 0) in ends
+    if not isinstance(name, tuple):
+        return False
+    host, port = str(name[0]).removeprefix("::ffff:"), name[1]
+    return (host, port) in ends or ("", port) in ends
 
 
 def _is_loopback(address: str) -> bool:

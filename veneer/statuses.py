@@ -23,6 +23,9 @@ _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _MAX_MESSAGE_BYTES = 700
 _MAX_VIOLATION_BYTES = 2700
 
+_RESET = "Stream removed"
+"""How gRPC 1.85's details begin where the transport ended a call: a reset, a GOAWAY, a connection that closed."""
+
 _FAMILIES: dict[str, type[VeneerError]] = {
     family.status: family
     for family in (
@@ -76,9 +79,12 @@ def trailers_of(error: VeneerError) -> tuple[tuple[str, str | bytes], ...]:
 def error_of(call: grpc.aio.AioRpcError) -> VeneerError:
     """The error that the other side raised, with its violations and retry delay.
 
-    Codes without a family (CANCELLED, UNIMPLEMENTED, UNKNOWN …) give a plain `VeneerError` that names the code.
+    A call that the transport ended is UNAVAILABLE. Codes without a family (UNIMPLEMENTED, UNKNOWN …) give a plain `VeneerError`
+    that names the code.
     """
     code, message = call.code(), call.details() or ""
+    if ended_by_transport(call):
+        return errors.UnavailableError(f"the connection ended the call: {message or code.name}")
     violations: list[Violation] = []
     retry_after_s = None
     kind = ""
@@ -104,6 +110,18 @@ def error_of(call: grpc.aio.AioRpcError) -> VeneerError:
     if family is None:
         error.status = code.name
     return error
+
+
+def ended_by_transport(call: grpc.aio.AioRpcError) -> bool:
+    """Whether gRPC ended a call without a word of the plane: the stream was reset, the server stopped or its process ended.
+
+    gRPC gives such calls the code that the HTTP/2 error suggests (CANCELLED, INTERNAL, RESOURCE_EXHAUSTED, UNKNOWN …). No plane
+    answers CANCELLED, and a call that its own caller cancels raises `asyncio.CancelledError`.
+    """
+    code = call.code()
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return False  # it says so itself
+    return code is grpc.StatusCode.CANCELLED or (call.details() or "").startswith(_RESET)
 
 
 def _bad_request(violations: Sequence[Violation]) -> error_details_pb2.BadRequest:

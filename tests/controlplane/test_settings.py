@@ -40,6 +40,7 @@ def test_no_secret_shows_when_settings_are_printed() -> None:
     [
         {"tls_key": Path("key.pem")},
         {"audit_retention_days": 29},
+        {"drain_delay_s": -1},
         {"tls_certificate": Path("chain.pem")},
         {"pepper": "p" * 40, "pepper_file": Path("pepper")},
         {"max_weights_bytes": 5 << 30},

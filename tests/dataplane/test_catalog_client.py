@@ -18,6 +18,7 @@ from dataplane.enrollment import NotEnrolledError
 from dataplane.resolution import Arm, Refusal, Resolution, Target
 from dataplane.resolve_cache import Key
 from tests.dataplane.doubles import BASE, OTHER, VERSION
+from tests.veneer.raw_server import ENDINGS, RawServer
 from veneer.controlplane.v1 import bases_pb2, bases_pb2_grpc, nodes_pb2, nodes_pb2_grpc
 from veneer.errors import (
     FailedPreconditionError,
@@ -366,3 +367,14 @@ async def test_what_control_tokens_in_contents_are_is_asked_of_the_nodes_own_bas
     assert await client.chat_contents() == "text"
     listed.bases.append(bases_pb2.Base(digest=BASE, chat_contents=stored))
     assert await client.chat_contents() == contents
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+async def test_a_call_that_a_restart_of_the_control_plane_ends_is_unavailable(name: str) -> None:
+    async with RawServer([ENDINGS[name]]) as server:
+        channel = open_channel(server.address, ca_pem=None)
+        client = CatalogClient(channel, base_digest=BASE, timeout_s=20.0)
+        with pytest.raises(UnavailableError) as caught:
+            await client.resolve(Key(b"k" * 32, Target()))
+        await channel.close()
+    assert caught.value.retry_after_s == 1.0

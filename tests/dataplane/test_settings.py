@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ def test_sizes_that_are_not_set_follow_from_the_machine(tmp_path: Path) -> None:
         {"render_processes": "65"},
         {"max_render_s": "0"},
         {"max_render_s": "61"},
+        {"drain_delay_s": "-1"},
         {"unknown": "1"},
         {"grammar_bytes": "1000"},
         {"grammar_timeout_s": "0"},
@@ -50,6 +52,13 @@ def test_sizes_that_are_not_set_follow_from_the_machine(tmp_path: Path) -> None:
 def test_a_bad_value_is_refused(tmp_path: Path, fault: dict[str, str]) -> None:
     with pytest.raises(ValidationError):
         Settings(model_dir=tmp_path, **fault)
+
+
+def test_a_drain_waits_by_default_until_the_router_of_the_example_has_noticed() -> None:
+    envoy = (Path(__file__).parents[2] / "deploy" / "envoy" / "envoy.yaml").read_text()
+    interval_s, threshold = (int(re.search(rf"{name}: (\d+)", envoy)[1]) for name in ("  interval", "unhealthy_threshold"))  # type: ignore[index]
+    for settings in (Settings, controlplane.settings.Settings):
+        assert settings.model_fields["drain_delay_s"].default > interval_s * threshold
 
 
 def test_a_bad_value_stops_the_start_and_names_the_variable(

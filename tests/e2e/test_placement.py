@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from tests.e2e.conftest import Publish, Secrets
-from tests.e2e.driving import aside, generate, until
+from tests.e2e.driving import Stream, aside, generate, greedy, until
 from tests.fixtures.stack import DATA_SETTINGS
 from veneer.client import Client
 from veneer.controlplane.v1 import placement_pb2, placement_pb2_grpc
+from veneer.dataplane.v1 import generation_pb2, generation_pb2_grpc
+from veneer.errors import UnavailableError
 from veneer.local.plane import Plane
 from veneer.local.stack import LocalStack
 from veneer.operator_client import OperatorClient
@@ -85,6 +91,47 @@ async def test_what_is_asked_for_is_located_and_staged_where_nobody_asked(
         await until(is_located)
         await until(is_staged)
     assert "A" in (await generate(both, adapter)).text
+
+
+async def test_a_data_plane_that_is_told_to_stop_costs_no_request_that_another_can_answer(
+    stack: LocalStack, second: Plane, both: Client, secrets: Secrets, publish: Publish
+) -> None:
+    adapter = (await publish(both, "C")).version.adapter
+    codes = Counter[str]()
+
+    async def call_it_alone() -> None:
+        """Calls that nothing repeats, until the data plane has gone."""
+        metadata = (("authorization", f"Bearer {secrets.acme}"),)
+        async with grpc.aio.insecure_channel(second.addresses.callers, options=(("grpc.enable_retries", 0),)) as channel:
+            stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+            while "UNAVAILABLE" not in codes or not stopping.done():
+                call = stub.Generate(generation_pb2.GenerateRequest(text="hi", sampling=greedy(2)), metadata=metadata, timeout=60)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    async for _ in call:
+                        pass
+                codes[(await call.code()).name] += 1
+
+    async def ask_both() -> None:
+        while not stopping.done():
+            assert "C" in (await generate(both, adapter)).text
+            await generate(both, "")
+
+    async with Client(data=second.addresses.callers, key=secrets.acme) as only_second:
+        running = Stream(only_second, adapter, max_tokens=64)
+        await running.first()
+        waiting = [asyncio.create_task(generate(both, name)) for _ in range(32) for name in (adapter, "")]
+        begun = Stream(both, adapter, max_tokens=8)
+        await begun.first()
+        stopping = asyncio.create_task(aside(second.stop))
+        asking = [asyncio.create_task(one) for one in (*(ask_both() for _ in range(8)), *(call_it_alone() for _ in range(4)))]
+        await asyncio.gather(*waiting, *asking)
+        await stopping
+        answer = await running.read()
+    assert set(codes) <= {"OK", "UNAVAILABLE"}
+    # A busy machine may need longer than the grace.
+    assert answer.error is None or (isinstance(answer.error, UnavailableError) and answer.num_tokens)
+    assert (await begun.read()).num_tokens
+    await aside(second.start)
 
 
 async def test_a_killed_data_plane_costs_no_request_that_had_not_begun(

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import FileDescriptor
 
+from tests.veneer.raw_server import ENDINGS, RawServer
 from veneer import channel, server
 from veneer.access import method_names
-from veneer.channel import ClientTls, bearer, open_channel, pages
+from veneer.channel import ClientTls, bearer, open_channel, pages, typed_errors
 from veneer.controlplane.v1 import (
     bases_pb2,
     catalog_pb2,
@@ -16,9 +17,10 @@ from veneer.controlplane.v1 import (
     placement_pb2,
     signatures_pb2,
     tenants_pb2,
+    tenants_pb2_grpc,
 )
 from veneer.dataplane.v1 import admin_pb2, generation_pb2
-from veneer.errors import InvalidArgumentError
+from veneer.errors import InvalidArgumentError, UnavailableError
 
 FILES: list[FileDescriptor] = [
     module.DESCRIPTOR
@@ -62,6 +64,15 @@ def test_every_method_is_either_repeated_or_never() -> None:
     }
     assert repeated | NEVER_REPEATED == served
     assert not repeated & NEVER_REPEATED
+
+
+@pytest.mark.parametrize("name", ["reset 7", "reset 8", "close"])
+async def test_a_call_that_a_stopping_server_reset_is_made_again(name: str) -> None:
+    async with RawServer([ENDINGS[name]]) as server, open_channel(server.address, tls=None) as channel:
+        stub = tenants_pb2_grpc.TenantServiceStub(channel)
+        with pytest.raises(UnavailableError), typed_errors():
+            await stub.ListKeys(tenants_pb2.ListKeysRequest(), timeout=20)
+    assert server.num_calls >= 3
 
 
 def test_clients_ping_no_oftener_than_servers_allow() -> None:

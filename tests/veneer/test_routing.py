@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.veneer.raw_server import ENDINGS, RawServer, answer, reset
 from tests.veneer.scripted import KEY, LAST, SERVED, OneTenant, collect
 from veneer import locations, replicas
 from veneer.access import Rule, method_names
@@ -154,6 +155,29 @@ async def test_after_the_first_message_nothing_is_tried_again(world: World) -> N
     with pytest.raises(UnavailableError, match="gone"):
         await collect(world.client.stream_complete("hi", adapter="tone"))
     assert sum(counts(world)) == 1
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+async def test_what_a_connection_ended_before_the_first_message_goes_elsewhere(world: World, name: str) -> None:
+    async with (
+        RawServer([ENDINGS[name]]) as ending,
+        Client(data=f"{ending.address},{world.planes[0].address}", key=KEY, timeout_s=20.0) as client,
+    ):
+        assert len(await collect(client.stream_complete("hi"))) == 4
+    assert (ending.num_calls, counts(world)) == (1, [1, 0, 0])
+
+
+async def test_what_a_connection_ended_after_the_first_message_is_unavailable(world: World) -> None:
+    async with (
+        RawServer([answer(SERVED.SerializeToString())]) as ending,
+        Client(data=f"{ending.address},{world.planes[0].address}", key=KEY, timeout_s=20.0) as client,
+    ):
+        stream = client.stream_complete("hi")
+        assert [type(await anext(stream)) for _ in range(2)] == [pb.Served, pb.Chunk]
+        ending.send(reset(8)(1))
+        with pytest.raises(UnavailableError):
+            await anext(stream)
+    assert (ending.num_calls, counts(world)) == (1, [0, 0, 0])
 
 
 async def test_other_errors_are_not_taken_elsewhere(world: World) -> None:

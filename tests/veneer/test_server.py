@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import ipaddress
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,12 +22,20 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from tests.veneer.plane import until
+from tests.veneer.raw_client import RawClient
 from veneer.access import Identity, ListenerName, Rule, RuleError, Rules, method_names
+from veneer.channel import typed_errors
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc
-from veneer.errors import InvalidArgumentError, UnavailableError
+from veneer.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
+from veneer.running_calls import CallLimits
 from veneer.server import Addresses, PlaneServer, ServerOptions, Service, Tls
 
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
+RESIDENCY = "/veneer.dataplane.v1.AdminService/GetResidency"
+INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNAVAILABLE, UNAUTHENTICATED = (
+    grpc.StatusCode[name].value[0] for name in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNAUTHENTICATED")
+)
 OPERATOR = "vnr_" + "o" * 43
 RULES: Rules = dict.fromkeys(method_names([ADMIN]), Rule.of("operator"))
 
@@ -36,13 +46,17 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
     def __init__(self) -> None:
         self.started = asyncio.Event()
         self.let_go = asyncio.Event()
+        self.ended = asyncio.Event()
 
     async def GetResidency(self, request: admin_pb2.GetResidencyRequest, context: Any) -> admin_pb2.GetResidencyResponse:  # type: ignore[override]
         return admin_pb2.GetResidencyResponse(base_digest="b")
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:  # type: ignore[override]
         self.started.set()
-        await self.let_go.wait()
+        try:
+            await self.let_go.wait()
+        finally:
+            self.ended.set()
         return admin_pb2.DrainResponse(remaining=3)
 
 
@@ -91,6 +105,11 @@ async def health(channel: grpc.aio.Channel, service: str = "") -> str:
     request = health_pb2.HealthCheckRequest(service=service)
     response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+
+
+def own_connection(address: str) -> grpc.aio.Channel:
+    """A channel that shares its connection with no other, and repeats nothing."""
+    return grpc.aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)))
 
 
 def addresses(server: PlaneServer) -> Addresses:
@@ -176,7 +195,133 @@ async def test_a_call_that_outlives_the_grace_ends_unavailable(admin: Admin) -> 
         await server.stop(grace_s=0.05)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
-    assert caught.value.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert admin.ended.is_set()
+
+
+async def test_a_watch_of_health_neither_delays_a_stop_nor_ends_cancelled() -> None:
+    server = plane(drain_grace_s=600.0)
+    found = await server.start()
+    async with grpc.aio.insecure_channel(found.callers) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        await watch.read()
+        await asyncio.wait_for(server.stop(), 10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await watch.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_call_whose_request_has_not_come_when_a_plane_stops_ends_unavailable() -> None:
+    server = plane()
+    found = await server.start()
+    async with RawClient(found.operators) as client:
+        client.open(1, RESIDENCY, key=OPERATOR)
+        await until(lambda: len(server._running) == 1)
+        await server.stop(grace_s=0)
+        assert await client.status() == UNAVAILABLE
+
+
+async def test_a_call_within_the_grace_is_waited_for(admin: Admin) -> None:
+    server = plane(admin, drain_grace_s=600.0)
+    found = await server.start()
+    async with grpc.aio.insecure_channel(found.operators) as channel, own_connection(found.operators) as late:
+        metadata = (("authorization", f"Bearer {OPERATOR}"),)
+        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=60)
+        await admin.started.wait()
+        stopping = asyncio.create_task(server.stop())
+        with pytest.raises(UnavailableError, match="shutting down"), typed_errors():
+            while True:
+                await residency(late)
+        assert not stopping.done()
+        admin.let_go.set()
+        assert (await call).remaining == 3
+        await stopping
+
+
+@pytest.mark.parametrize("attempt", range(5))
+async def test_calls_that_arrive_while_a_plane_stops_end_unavailable_and_not_cancelled(attempt: int) -> None:
+    server = plane()
+    found = await server.start()
+    codes = Counter[grpc.StatusCode]()
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(own_connection(found.operators)) for _ in range(4)]
+        is_over = False
+
+        async def go_on_calling(channel: grpc.aio.Channel) -> None:
+            while not is_over:
+                try:
+                    await residency(channel)
+                    codes[grpc.StatusCode.OK] += 1
+                except grpc.aio.AioRpcError as error:
+                    codes[error.code()] += 1
+
+        callers = [asyncio.create_task(go_on_calling(channel)) for channel in channels for _ in range(25)]
+        await until(lambda: codes[grpc.StatusCode.OK] >= 200)
+        await server.stop(grace_s=5.0)
+        is_over = True
+        await asyncio.gather(*callers)
+    assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+
+
+async def test_a_second_stop_does_nothing(server: PlaneServer) -> None:
+    await server.stop(grace_s=0)
+    await server.stop()
+
+
+async def test_a_second_signal_cuts_the_delay_short(admin: Admin) -> None:
+    server = plane(admin, drain_delay_s=600.0)
+    await server.start()
+    running = asyncio.create_task(server.run())
+    await asyncio.sleep(0)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.05)  # two of a kind at the same time are one
+    await asyncio.wait_for(running, 10)
+
+
+async def test_more_calls_than_a_plane_takes_are_exhausted_with_a_delay_and_health_answers(admin: Admin) -> None:
+    server = plane(admin, calls=CallLimits(max_calls=2, retry_after_s=0.25))
+    found = await server.start()
+    metadata = (("authorization", f"Bearer {OPERATOR}"),)
+    async with grpc.aio.insecure_channel(found.operators) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        running = [stub.Drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=20) for _ in range(2)]
+        await until(lambda: len(server._running) == 2)
+        with pytest.raises(ResourceExhaustedError, match="runs 2 calls, at most 2") as caught, typed_errors():
+            await residency(channel)
+        assert caught.value.retry_after_s == 0.25
+        assert await health(channel) == "SERVING"
+        admin.let_go.set()
+        assert [(await call).remaining for call in running] == [3, 3]
+        await until(lambda: len(server._running) == 0)
+        assert await residency(channel) == "b"
+    await server.stop(grace_s=0)
+
+
+async def test_calls_that_send_no_request_end_before_others_are_refused() -> None:
+    server = plane(calls=CallLimits(max_unheard=2))
+    found = await server.start()
+    async with grpc.aio.insecure_channel(found.operators) as channel, RawClient(found.operators) as client:
+        for stream in (1, 3):
+            client.open(stream, RESIDENCY, key=OPERATOR)
+        await until(lambda: len(server._running) == 2)
+        assert await residency(channel) == "b"
+        assert await client.status() == RESOURCE_EXHAUSTED
+        assert await residency(channel) == "b", "there is room for its request"
+    await server.stop(grace_s=0)
+
+
+async def test_a_call_without_a_key_is_refused_before_its_request_comes(server: PlaneServer) -> None:
+    async with RawClient(addresses(server).operators) as client:
+        client.open(1, RESIDENCY)
+        assert await client.status() == UNAUTHENTICATED
+
+
+async def test_a_call_that_ends_without_a_request_is_refused(server: PlaneServer) -> None:
+    async with RawClient(addresses(server).operators) as client:
+        client.open(1, RESIDENCY, key=OPERATOR)
+        client.finish(1)
+        assert await client.status() == INVALID_ARGUMENT
 
 
 async def test_sigterm_drains_and_stops(admin: Admin) -> None:

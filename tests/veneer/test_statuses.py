@@ -6,8 +6,18 @@ from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.veneer.raw_server import ENDINGS, RawServer
 from veneer import errors
-from veneer.errors import ANSWERED, AlreadyExistsError, InvalidArgumentError, UnavailableError, VeneerError, Violation
+from veneer.channel import open_channel, typed_errors
+from veneer.errors import (
+    ANSWERED,
+    AlreadyExistsError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    UnavailableError,
+    VeneerError,
+    Violation,
+)
 from veneer.statuses import code_of, error_of, message_of, trailers_of
 
 FAMILIES = [
@@ -68,6 +78,26 @@ def test_a_kind_arrives_and_an_answer_is_told_from_a_connection_that_fails() -> 
     strange.details.add().Pack(error_details_pb2.ErrorInfo(reason="KNOWN", domain="proxy"))
     trailers = grpc.aio.Metadata(("grpc-status-details-bin", strange.SerializeToString()))
     assert error_of(grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, trailers, "")).kind == ""
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+async def test_a_call_that_the_connection_ends_is_unavailable(name: str) -> None:
+    async with RawServer([ENDINGS[name]]) as server, open_channel(server.address, tls=None, retries=False) as channel:
+        with pytest.raises(UnavailableError), typed_errors():
+            await channel.unary_unary("/veneer.controlplane.v1.NodeService/Resolve")(b"", timeout=20)
+    assert server.num_calls == 1
+
+
+async def test_a_deadline_stays_a_deadline() -> None:
+    async with RawServer([lambda stream: b""]) as server, open_channel(server.address, tls=None) as channel:
+        with pytest.raises(DeadlineExceededError), typed_errors():
+            await channel.unary_unary("/veneer.controlplane.v1.NodeService/Resolve")(b"", timeout=0.2)
+
+
+@pytest.mark.parametrize("code", ["INTERNAL", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED"])
+def test_what_a_plane_says_itself_stays_as_it_said_it(code: str) -> None:
+    empty = grpc.aio.Metadata()
+    assert error_of(grpc.aio.AioRpcError(grpc.StatusCode[code], empty, empty, "because")).status == code
 
 
 def test_a_code_without_a_family_names_itself() -> None:

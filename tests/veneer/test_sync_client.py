@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.veneer.raw_server import RawServer, reset
 from tests.veneer.scripted import KEY, LAST, SERVED, Catalog, Generation, scripted_plane
 from veneer.client import CONFIG_NAME, WEIGHTS_NAME, Client
 from veneer.connection import Connection
@@ -274,3 +275,14 @@ def test_a_process_ends_though_its_client_was_left_open(address: str) -> None:
     script += "print(len(c.adapters()))"
     done = subprocess.run([sys.executable, "-c", script, address, KEY], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "6", "")
+
+
+def test_a_request_that_a_stopping_data_plane_reset_goes_to_another(
+    thread: LoopThread, generation: Generation, address: str
+) -> None:
+    generation.scripts = [[SERVED, LAST]]
+    ending = thread.run(RawServer([reset(8)]).__aenter__())
+    with SyncClient(data=f"{ending.address},{address}", key=KEY, timeout_s=20.0) as client:
+        assert len(list(client.stream_complete("hi"))) == 4
+    thread.run(ending.__aexit__())
+    assert (ending.num_calls, len(generation.requests)) == (1, 1)

@@ -28,6 +28,8 @@ _SECRET = re.compile(r"vnr_[A-Za-z0-9_-]{43}")
 _NODE = "local"
 _CONTROL_PORTS = {"callers": 7600, "operators": 7601, "metrics": 7609}
 _DATA_PORTS = {"callers": 7700, "operators": 7701, "metrics": 7709}
+_AT_ONCE = {"drain_delay_s": "0"}
+"""All of it stops together: there is no other replica that clients could notice in time."""
 
 
 class LocalStack:
@@ -173,6 +175,7 @@ class LocalStack:
                 "spool_folder": str(self._folder("spool")),
                 "pepper_file": str(self.folder / "pepper"),
                 "reflection": "true",
+                **_AT_ONCE,
                 **self._listen(_CONTROL_PORTS),
                 **self._control_settings,
             }
@@ -199,6 +202,7 @@ class LocalStack:
             "redis_url": self.valkey.url(),
             "cache_folder": str(self._folder("cache")),
             "reflection": "true",
+            **_AT_ONCE,
             **self._listen(_DATA_PORTS),
             **self._data_settings,
         }
