@@ -20,7 +20,7 @@ from tests.dataplane.doubles import FolderSource
 from tests.dataplane.frontend.conftest import CHAT, train_byte_level
 from tests.fixtures.adapters import make_adapter_folder, write_safetensors
 from veneer.artifact import BaseDescription
-from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
+from veneer.controlplane.v1 import bases_pb2, bases_pb2_grpc, nodes_pb2, nodes_pb2_grpc
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 TENANT, OPERATOR = "vnr_" + "T" * 43, "vnr_" + "O" * 43
@@ -82,7 +82,7 @@ def save_model(folder: Path) -> None:
     write_safetensors(folder / "model.safetensors", tensors, metadata={"format": "pt"})
 
 
-class ControlPlane(nodes_pb2_grpc.NodeServiceServicer):
+class ControlPlane(nodes_pb2_grpc.NodeServiceServicer, bases_pb2_grpc.BaseServiceServicer):
     """A control plane with one tenant, one operator and one adapter."""
 
     def __init__(self, base: BaseDescription, folder: Path) -> None:
@@ -92,6 +92,14 @@ class ControlPlane(nodes_pb2_grpc.NodeServiceServicer):
         self.store_is_away = False
         self.enrolled = 0
         self.usage: list[nodes_pb2.UsageEntry] = []
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Has a server serve it."""
+        nodes_pb2_grpc.add_NodeServiceServicer_to_server(self, server)
+        bases_pb2_grpc.add_BaseServiceServicer_to_server(self, server)
+
+    async def ListBases(self, request: Any, context: Any) -> Any:
+        return bases_pb2.ListBasesResponse()
 
     async def EnrollNode(self, request: Any, context: Any) -> Any:
         self.enrolled += 1

@@ -17,7 +17,7 @@ from dataplane.node import Node
 from dataplane.residency_reports import head_key, holdings_key
 from tests.dataplane.rig import BOT, OPERATOR, TENANT, ControlPlane, Rig, bearer, run_node, save_model, settings_for
 from veneer.artifact import describe_base
-from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc, reports_pb2
+from veneer.controlplane.v1 import nodes_pb2, reports_pb2
 from veneer.dataplane.v1 import admin_pb2
 from veneer.local.valkey import Valkey
 
@@ -33,7 +33,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def plane(model_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[ControlPlane, str]]:
     made = ControlPlane(describe_base(model_dir), tmp_path / "adapter")
     server = grpc.aio.server()
-    nodes_pb2_grpc.add_NodeServiceServicer_to_server(made, server)
+    made.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield made, f"127.0.0.1:{port}"

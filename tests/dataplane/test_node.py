@@ -20,7 +20,7 @@ from dataplane.node import Node
 from tests.dataplane.doubles import until
 from tests.dataplane.rig import BOT, OPERATOR, TENANT, ControlPlane, Rig, bearer, run_node, save_model, settings_for
 from veneer.artifact import describe_base
-from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc
+from veneer.controlplane.v1 import nodes_pb2
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc, generation_pb2
 from veneer.errors import InvalidArgumentError
 
@@ -36,7 +36,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def plane(model_dir: Path, tmp_path: Path) -> AsyncIterator[tuple[ControlPlane, str]]:
     made = ControlPlane(describe_base(model_dir), tmp_path / "adapter")
     server = grpc.aio.server()
-    nodes_pb2_grpc.add_NodeServiceServicer_to_server(made, server)
+    made.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield made, f"127.0.0.1:{port}"

@@ -19,7 +19,7 @@ from tests.dataplane.doubles import FolderSource, until
 from tests.dataplane.rig import ControlPlane, Rig, run_node, save_model, settings_for
 from tests.fixtures.adapters import Tensors, make_adapter_folder
 from veneer.artifact import BaseDescription, describe_base
-from veneer.controlplane.v1 import nodes_pb2, nodes_pb2_grpc, tenants_pb2
+from veneer.controlplane.v1 import nodes_pb2, tenants_pb2
 
 
 class ProbingPlane(ControlPlane):
@@ -67,7 +67,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def plane(model_dir: Path, tmp_path: Path) -> AsyncIterator[ProbingPlane]:
     made = ProbingPlane(describe_base(model_dir), tmp_path / "adapter")
     server = grpc.aio.server()
-    nodes_pb2_grpc.add_NodeServiceServicer_to_server(made, server)
+    made.add_to(server)
     made.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     yield made
