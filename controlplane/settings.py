@@ -62,7 +62,8 @@ class Settings(BaseSettings):
             to organisations, and tenants without one, that have none under way.
         max_publishes_per_organization: How many may be those of an organisation's tenants together; a quarter of them goes to
             tenants that have none under way.
-        upload_wait_s: Longest wait of an upload for its place, then RESOURCE_EXHAUSTED.
+        upload_wait_s: Longest wait of an upload for its place, then RESOURCE_EXHAUSTED. Longer than `upload_rate_grace_s`, it is
+            enough for places of slow uploads to come free.
         min_upload_bytes_per_s: Least rate of an upload; a slower one ends DEADLINE_EXCEEDED and gives its place back. 0: any.
         upload_rate_grace_s: For how long an upload may be slower than that, after it began and whenever it was faster before. A
             message counts when all of it is there.
@@ -128,9 +129,9 @@ class Settings(BaseSettings):
     max_publishes: Annotated[int, Field(ge=1, le=256)] = 8
     max_publishes_per_tenant: Annotated[int, Field(ge=1, le=256)] = 4
     max_publishes_per_organization: Annotated[int, Field(ge=1, le=256)] = 6
-    upload_wait_s: Annotated[float, Field(gt=0, le=600)] = 10.0
+    upload_wait_s: Annotated[float, Field(gt=0, le=600)] = 15.0
     min_upload_bytes_per_s: Annotated[int, Field(ge=0, le=1 << 30)] = 16384
-    upload_rate_grace_s: Annotated[float, Field(gt=0, le=600)] = 20.0
+    upload_rate_grace_s: Annotated[float, Field(gt=0, le=600)] = 10.0
     max_checks: Annotated[int, Field(ge=1, le=64)] = 2
     check_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
     part_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0

@@ -59,3 +59,7 @@ def test_settings_that_do_not_fit_together_are_refused(fields: dict[str, object]
 def test_the_check_on_a_publishers_machine_allows_what_the_service_allows_by_default() -> None:
     names = ("max_config_bytes", "max_weights_bytes", "max_rank", "max_tensors")
     assert Limits(**{name: Settings.model_fields[name].default for name in names}) == Limits()
+
+
+def test_an_upload_waits_by_default_for_longer_than_a_slow_one_may_last() -> None:
+    assert Settings.model_fields["upload_wait_s"].default > Settings.model_fields["upload_rate_grace_s"].default

@@ -78,6 +78,25 @@ async def test_a_free_place_goes_to_the_tenant_with_the_fewest() -> None:
     assert order[0] == "new"
 
 
+async def test_an_upload_that_waits_has_the_next_place_before_those_that_begin_again() -> None:
+    places, order = UploadPlaces(size=4, per_tenant=4, per_organization=4), list[str]()
+    slow = [AsyncExitStack() for _ in range(4)]
+    for number, stack in enumerate(slow):
+        assert await _hold(stack, places, f"slow-{number}", times=1) == 1
+
+    async def upload(tenant: str) -> None:
+        async with places.place(tenant, "", wait_s=LONG_S):
+            order.append(tenant)
+
+    waiting = [asyncio.create_task(upload("other"))]
+    await asyncio.sleep(0)
+    for number, stack in enumerate(slow):
+        await stack.aclose()  # it was too slow
+        waiting.append(asyncio.create_task(upload(f"slow-{number}")))
+    await asyncio.gather(*waiting)
+    assert order[0] == "other"
+
+
 @pytest.mark.parametrize(
     ("held", "organization", "limit"),
     [
