@@ -90,7 +90,7 @@ class ChatTemplate:
             await self.render(SAMPLE, tenant="")
         except InvalidArgumentError:
             pass  # it wants other conversations
-        except TemplateError as error:
+        except (TemplateError, UnavailableError) as error:
             _log.warning("the base cannot serve every conversation", extra={"cause": error.message})
 
     def close(self) -> None:
@@ -173,8 +173,9 @@ class ChatTemplate:
         try:
             answer = await self._ask(place, process, process.greeting)
         except _EndedError as error:
-            if self._was_read or self._is_closed:
-                raise UnavailableError("a process to render conversations ended as it began", retry_after_s=1.0) from error
+            if self._was_read or not process.reached_limit:
+                fault = f"a process to render conversations ended as it began: {error}"
+                raise UnavailableError(fault, retry_after_s=1.0) from error
             self.fault = str(error)
         else:
             if answer.kind == "ready":

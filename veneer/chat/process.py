@@ -22,6 +22,7 @@ class RenderProcess:
 
     Attributes:
         link: This side's end of the socket; the one owner of its descriptor. Non-blocking.
+        reached_limit: `fall` found that the template ended the process, or that jinja2 is missing; else the machine did.
 
     Args:
         order: What the process renders. The answer to it is the first one to read.
@@ -43,6 +44,7 @@ class RenderProcess:
             raise
         self.link.settimeout(0)
         self.order = order
+        self.reached_limit = False
         self.greeting = pack_order(order)
 
     @property
@@ -71,7 +73,9 @@ class RenderProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            self.reached_limit = True
             return f"it gave no answer within {PATIENCE_S:g} s"
+        self.reached_limit = status == NO_JINJA or (status < 0 and status != -signal.SIGKILL)
         return _describe_status(status, self.order)
 
     def ask_once(self, data: bytes) -> Answer:

@@ -277,6 +277,17 @@ async def test_a_process_that_is_killed_is_replaced() -> None:
         assert set(chat.pids).isdisjoint(before)
 
 
+async def test_a_process_that_does_not_come_up_is_no_fault_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with template(CHAT) as chat:
+        with monkeypatch.context() as patch:
+            patch.setattr("veneer.chat.process.sys.executable", "/bin/false")
+            await chat.start()
+            with pytest.raises(UnavailableError, match="ended as it began"):
+                await chat.render(HELLO, tenant="acme")
+        assert chat.fault == ""
+        assert (await chat.render(HELLO, tenant="acme")).text
+
+
 async def test_close_ends_all_processes_also_one_that_renders() -> None:
     async with template(BAD, max_cpu_s=60.0) as chat:
         await chat.start()
