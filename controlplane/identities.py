@@ -14,7 +14,9 @@ from controlplane.pipeline import Statement
 from controlplane.remembered import SOON_S, Freshness, node_subject
 from controlplane.settings import AUTH_ROLE
 from controlplane.vault import Vault
-from veneer.access import Identity, Kind
+from veneer.access import Identity, Kind, current_kind, current_peer
+from veneer.errors import UnauthenticatedError
+from veneer.key_lookups import KeyLookups
 
 _IDENTIFY = Statement(
     "identify",
@@ -72,13 +74,14 @@ class Identities:
     """Looks credentials up, as the role that may do nothing else. Also the `Authenticator` of both listeners.
 
     Owned by one event loop. Holders of keys of tenants and nodes are remembered; who asks for one credential at the same time
-    shares a lookup.
+    shares a lookup, and lookups of credentials that were not seen before are bounded.
     """
 
-    def __init__(self, database: Database, vault: Vault, freshness: Freshness) -> None:
+    def __init__(self, database: Database, vault: Vault, freshness: Freshness, lookups: KeyLookups | None = None) -> None:
         self._lines = database.lines(AUTH_ROLE, _IDENTIFY)
         self._vault = vault
         self._freshness = freshness
+        self._bound = lookups or KeyLookups()
         self._lookups = Coalesced[bytes, Holder | None](self._look_up)
 
     async def find(self, key_digest: bytes) -> Holder | None:
@@ -86,6 +89,7 @@ class Identities:
 
         Raises:
             UnavailableError: The database is away.
+            ResourceExhaustedError: The credential was not seen before, and too many of that kind were looked up in vain.
         """
         await self._freshness.check()
         tenants, nodes = self._freshness.tenants, self._freshness.nodes
@@ -93,12 +97,23 @@ class Identities:
         if known is not None and not _ends_soon(known, self._freshness.now_s):
             return known
         epochs = tenants.epoch, nodes.epoch
-        holder = await self._lookups.get(key_digest)
-        if holder is not None and holder.identity.kind == "tenant":
+        # A node bounds its own callers, whose keys it shows: an unknown one among them says nothing of the node's other callers.
+        peer = "" if current_kind() == "node" else current_peer()
+        try:
+            holder = await self._bound.look_up(key_digest, lambda: self._holder(key_digest), peer=peer)
+        except UnauthenticatedError:
+            return None
+        if holder.identity.kind == "tenant":
             tenant = holder.identity.tenant
             tenants.put(key_digest, holder, about=[(tenant, "")], epoch=epochs[0], tenant=tenant)
-        elif holder is not None and holder.identity.kind == "node":
+        elif holder.identity.kind == "node":
             nodes.put(key_digest, holder, about=[node_subject(holder.identity.key_id)], epoch=epochs[1])
+        return holder
+
+    async def _holder(self, key_digest: bytes) -> Holder:
+        holder = await self._lookups.get(key_digest)
+        if holder is None:
+            raise UnauthenticatedError("no valid credential")
         return holder
 
     async def _look_up(self, key_digest: bytes) -> Holder | None:

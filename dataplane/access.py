@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataplane.catalog_client import CatalogClient
-from veneer.access import Authenticator, Identity, Rule, Rules
+from veneer.access import Authenticator, Identity, Rule, Rules, current_peer
 from veneer.errors import UnauthenticatedError
+from veneer.key_lookups import KeyLookups
 
 RULES: Rules = {
     # Whose key it is the control plane says, together with what the reference means: one call instead of two.
@@ -24,11 +25,12 @@ class NodeAuthenticator(Authenticator):
 
     def __init__(self, client: CatalogClient) -> None:
         self._client = client
+        self._lookups = KeyLookups()
 
     async def authenticate(self, key_digest: bytes) -> Identity | None:
         """See `veneer.access.Authenticator`."""
         try:
-            found = await self._client.introspect(key_digest)
+            found = await self._lookups.look_up(key_digest, lambda: self._client.introspect(key_digest), peer=current_peer())
         except UnauthenticatedError:
             return None
         if found.kind not in ("tenant", "operator", "node"):

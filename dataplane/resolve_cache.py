@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from dataplane.enrollment import NotEnrolledError
 from dataplane.resolution import Answer, Resolution, Target
+from veneer.access import current_peer
 from veneer.errors import DeadlineExceededError, UnauthenticatedError, UnavailableError, VeneerError
+from veneer.key_lookups import KeyLookups
 
 _LATELY_S = 600.0
 _EXPIRY_LEEWAY_S = 60.0  # clocks of two machines may differ by so much
@@ -72,6 +74,7 @@ class ResolveCache:
         max_entries: Answers kept; the least recently used go first.
         clock: Monotonic seconds.
         wall_clock: Seconds since 1970, for the expiry of keys while the control plane is unreachable.
+        lookups: Bounds questions about keys that were not seen before.
     """
 
     def __init__(
@@ -83,8 +86,10 @@ class ResolveCache:
         max_entries: int = 100_000,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        lookups: KeyLookups | None = None,
     ) -> None:
         self._ask = ask
+        self._lookups = lookups or KeyLookups(clock=clock)
         self._soft_age_s = soft_age_s
         self._hard_age_s = hard_age_s
         self._max_entries = max_entries
@@ -109,19 +114,14 @@ class ResolveCache:
 
         Raises:
             UnauthenticatedError: No valid key has this digest.
+            ResourceExhaustedError: The key was not seen before, and too many of that kind were asked about in vain.
             NotEnrolledError: The control plane refuses this node.
             UnavailableError: The control plane is unreachable and there is no answer young enough.
         """
-        entry = self._entries.get(key)
-        if entry is not None and not entry.dirty and self._clock() - entry.started_s < self._soft_age_s:
-            self._fresh += 1
-            self._entries.move_to_end(key)
-            return entry.answer
-        flight = self._flights.get(key)
-        if flight is None:
-            flight = self._flights[key] = self._start(key)
+        if (answer := self._fresh_answer(key)) is not None:
+            return answer
         try:
-            return await asyncio.shield(flight.task)
+            return await self._lookups.look_up(key.key_digest, lambda: self._shared(key), peer=current_peer())
         except NotEnrolledError:
             raise
         except (UnavailableError, DeadlineExceededError) as error:
@@ -130,6 +130,23 @@ class ResolveCache:
                 raise UnavailableError("the control plane is unreachable", retry_after_s=1.0) from error
             self._stale += 1
             return self._unexpired(entry.answer)
+
+    def _fresh_answer(self, key: Key) -> Answer | None:
+        entry = self._entries.get(key)
+        if entry is None or entry.dirty or self._clock() - entry.started_s >= self._soft_age_s:
+            return None
+        self._fresh += 1
+        self._entries.move_to_end(key)
+        return entry.answer
+
+    async def _shared(self, key: Key) -> Answer:
+        """The answer of a call that all share who ask the same; it may have come while the key waited for its look-up."""
+        if (answer := self._fresh_answer(key)) is not None:
+            return answer
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = self._start(key)
+        return await asyncio.shield(flight.task)
 
     def was_asked_lately(self, owner: str, adapter: str) -> bool:
         """Whether somebody who may use an adapter asked for one of its aliases in the last ten minutes."""
@@ -142,6 +159,7 @@ class ResolveCache:
         Args:
             subjects: What changed; None for everything.
         """
+        self._lookups.forget_refusals()
         changed = None if subjects is None else frozenset(subjects)
         fresh_from_s = self._clock() - self._soft_age_s
         for key, entry in self._entries.items():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import re
-from collections.abc import Iterable, Mapping
+import urllib.parse
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -119,6 +121,7 @@ OPEN_RULES: Rules = {
 }
 
 _identity: ContextVar[Identity | None] = ContextVar("identity", default=None)
+_peer: ContextVar[Callable[[], str] | None] = ContextVar("peer", default=None)
 
 
 def current_identity() -> Identity:
@@ -148,6 +151,31 @@ def current_actor() -> str:
 def set_identity(identity: Identity) -> None:
     """States who makes the call that runs in this task. For the interceptor, and for tests of use cases."""
     _identity.set(identity)
+
+
+def set_peer(peer: Callable[[], str]) -> None:
+    """States where the call that runs in this task comes from, as gRPC tells it when asked. For the interceptor."""
+    _peer.set(peer)
+
+
+def current_peer() -> str:
+    """Address that the call of this task comes from, without its port; of IPv6 the network of 64 bits. Empty: no call runs."""
+    peer = _peer.get()
+    return "" if peer is None else _host_of(peer())
+
+
+def _host_of(peer: str) -> str:
+    """E.g. `ipv4:192.0.2.1` of `ipv4:192.0.2.1:4711`; what is no such address is one peer as it is."""
+    kind, _, rest = urllib.parse.unquote(peer).partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return kind
+    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
+    if kind == "ipv4":
+        return f"ipv4:{host}"
+    try:
+        return f"ipv6:{ipaddress.IPv6Network((host, 64), strict=False)}"
+    except ValueError:
+        return peer
 
 
 def key_digest_of(authorization: str | bytes | None) -> bytes | None:

@@ -24,7 +24,17 @@ from typing import Any, Protocol, cast
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from veneer.access import Authenticator, Identity, ListenerName, Rule, Rules, current_identity, key_digest_of, set_identity
+from veneer.access import (
+    Authenticator,
+    Identity,
+    ListenerName,
+    Rule,
+    Rules,
+    current_identity,
+    key_digest_of,
+    set_identity,
+    set_peer,
+)
 from veneer.call_records import CallMetrics, CallSummary, MethodMetrics, collect_facts, trace_facts
 from veneer.errors import InternalError, InvalidArgumentError, PermissionDeniedError, UnauthenticatedError, VeneerError
 from veneer.running_calls import RunningCalls
@@ -291,6 +301,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raise PermissionDeniedError("this method is not for anyone")
         if rule.open:
             return
+        set_peer(context.peer)
         metadata = dict(_metadata(context))
         key_digest = key_digest_of(metadata.get("authorization"))
         identity: Identity | None = None

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import report
+from benchmarks.abuse.bursts import measure_bursts
 from benchmarks.abuse.templates import measure_templates
+from benchmarks.abuse.unknown_keys import measure_unknown_keys
 from benchmarks.abuse.uploads import measure_uploads
 from benchmarks.report import Row
 
@@ -21,6 +23,8 @@ def sections(folder: Path, *, short: bool) -> dict[str, Callable[[], list[Row]]]
     return {
         "uploads": lambda: measure_uploads(folder / "uploads", rounds=3 if short else 15),
         "templates": lambda: measure_templates(folder / "templates", short=short),
+        "bursts": lambda: measure_bursts(folder / "bursts", calls=300 if short else 6000, seconds=1.0 if short else 5.0),
+        "unknown_keys": lambda: measure_unknown_keys(folder / "unknown_keys", calls=100 if short else 500),
     }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from collections import Counter
 
 import grpc
 import pytest
@@ -13,6 +15,7 @@ from sqlalchemy.exc import ProgrammingError
 from controlplane.db import Scope
 from tests.fixtures.controlplane import AUDITOR, CALLER, OWNER, PUBLISHER, Client, World, refused
 from veneer.controlplane.v1 import bases_pb2, tenants_pb2
+from veneer.key_lookups import LookupLimits
 
 _DAY_S = 86400
 
@@ -110,3 +113,21 @@ async def test_the_database_lets_a_tenant_raise_neither_its_limits_nor_a_keys_ti
     with pytest.raises(ProgrammingError, match=r"a tenant changes its fallback|no more time|permission denied"):
         async with world.plane.database.transaction(Scope.of_tenant("acme")) as connection:
             await connection.execute(text(statement + where))
+
+
+async def test_unknown_keys_are_looked_up_so_often_and_known_ones_as_ever(world: World) -> None:
+    owner = await world.tenant("acme", OWNER)
+    made = await make(owner)
+    codes = Counter[str]()
+
+    async def show(number: int) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await world.caller(f"vnr_{number:043}").bases.ListBases(bases_pb2.ListBasesRequest())
+        codes[caught.value.code().name] += 1
+
+    await asyncio.gather(*(show(number) for number in range(200)))
+    assert set(codes) == {"UNAUTHENTICATED", "RESOURCE_EXHAUSTED"}
+    assert codes["UNAUTHENTICATED"] >= LookupLimits().peer_burst
+    assert await works(world, owner.secret)
+    later = await make(owner)
+    assert later.key.id != made.key.id

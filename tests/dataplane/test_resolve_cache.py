@@ -11,7 +11,8 @@ from dataplane.enrollment import NotEnrolledError
 from dataplane.resolution import Answer, Refusal, Target
 from dataplane.resolve_cache import Key, ResolveCache, Subject
 from tests.dataplane.doubles import answer, caller, resolution
-from veneer.errors import DeadlineExceededError, UnauthenticatedError, UnavailableError
+from veneer.errors import DeadlineExceededError, ResourceExhaustedError, UnauthenticatedError, UnavailableError
+from veneer.key_lookups import KeyLookups, LookupLimits
 
 KEY = Key(b"k" * 32, Target("bot"))
 AWAY = UnavailableError("away")
@@ -100,9 +101,25 @@ async def test_a_revoked_key_ends_at_once_and_leaves_no_reserve(plane: Plane) ->
     plane.says = UnauthenticatedError("no")
     with pytest.raises(UnauthenticatedError):
         await plane.cache.resolve(KEY)
+    plane.now_s += 1  # as long as a refusal is remembered
     plane.says = AWAY
     with pytest.raises(UnavailableError):
         await plane.cache.resolve(KEY)
+
+
+async def test_unknown_keys_are_asked_about_so_often_and_known_ones_as_ever(plane: Plane) -> None:
+    await plane.cache.resolve(KEY)
+    plane.says = UnauthenticatedError("no")
+    limits = LookupLimits(per_s=0.001, burst=3, wait_s=0.01)
+    plane.cache._lookups = KeyLookups(limits, clock=lambda: plane.now_s)
+    refusals = []
+    for number in range(6):
+        with pytest.raises((UnauthenticatedError, ResourceExhaustedError)) as caught:
+            await plane.cache.resolve(Key(b"%d" % number, KEY.target))
+        refusals.append(caught.value.status)
+    assert refusals == ["UNAUTHENTICATED"] * 3 + ["RESOURCE_EXHAUSTED"] * 3
+    assert plane.num_asked == 4
+    await plane.cache.resolve(KEY)
 
 
 async def test_callers_that_ask_the_same_share_one_call(plane: Plane) -> None:
