@@ -97,12 +97,12 @@ async def test_a_data_plane_that_is_told_to_stop_costs_no_request_that_another_c
     stack: LocalStack, second: Plane, both: Client, secrets: Secrets, publish: Publish
 ) -> None:
     adapter = (await publish(both, "C")).version.adapter
-    codes = Counter[str]()
+    codes, address = Counter[str](), second.addresses.callers
 
     async def call_it_alone() -> None:
         """Calls that nothing repeats, until the data plane has gone."""
         metadata = (("authorization", f"Bearer {secrets.acme}"),)
-        async with grpc.aio.insecure_channel(second.addresses.callers, options=(("grpc.enable_retries", 0),)) as channel:
+        async with grpc.aio.insecure_channel(address, options=(("grpc.enable_retries", 0),)) as channel:
             stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
             while "UNAVAILABLE" not in codes or not stopping.done():
                 call = stub.Generate(generation_pb2.GenerateRequest(text="hi", sampling=greedy(2)), metadata=metadata, timeout=60)
@@ -116,7 +116,7 @@ async def test_a_data_plane_that_is_told_to_stop_costs_no_request_that_another_c
             assert "C" in (await generate(both, adapter)).text
             await generate(both, "")
 
-    async with Client(data=second.addresses.callers, key=secrets.acme) as only_second:
+    async with Client(data=address, key=secrets.acme) as only_second:
         running = Stream(only_second, adapter, max_tokens=64)
         await running.first()
         waiting = [asyncio.create_task(generate(both, name)) for _ in range(32) for name in (adapter, "")]
