@@ -54,6 +54,7 @@ async def test_the_ends_of_a_sequence_come_from_all_files(model_dir: Path, promp
     only_the_tokenizer = Prompts(model_dir, max_context=16, vocab_size=500)
     assert only_the_tokenizer.eos_ids == (2,)
     assert await only_the_tokenizer.grammars.check(Constraint("regex", "[ab]+"))
+    only_the_tokenizer.close()
 
 
 @pytest.mark.parametrize(
