@@ -83,6 +83,7 @@ def test_ended_connections_leave_no_file_open(
         runner.run(run())
 
 
+@pytest.mark.slow
 @LOOPS
 def test_a_database_that_is_killed_again_and_again_leaves_no_file_open(
     settings: Settings, postgres: Postgres, make_loop: Callable[[], asyncio.AbstractEventLoop]
@@ -104,5 +105,9 @@ def test_a_database_that_is_killed_again_and_again_leaves_no_file_open(
             await rounds(tenant, 4)
             await _comes_down_to(world, tenant, after_one)
 
-    with asyncio.Runner(loop_factory=make_loop) as runner:
-        runner.run(run())
+    try:
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            runner.run(run())
+    finally:
+        if postgres.process.pid is None:
+            postgres.start()  # it is the server of other tests too
