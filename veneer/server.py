@@ -380,17 +380,17 @@ def _credentials(tls: Tls) -> grpc.ServerCredentials:
 
 
 def _end_connections(addresses: Sequence[str]) -> None:
-    """Shuts the connections of listeners down, so that their clients see them end: calls on the way end UNAVAILABLE.
+    """Shuts listeners and their connections down, so that clients see them end: calls on the way end UNAVAILABLE.
 
     gRPC keeps the descriptors to itself and goes on owning them. Each is looked at and shut down through a duplicate, which stays
-    the same connection whatever gRPC does meanwhile. On a system that does not list descriptors, gRPC resets what is on the way.
+    the same socket whatever gRPC does meanwhile. On a system that does not list descriptors, gRPC resets what is on the way.
     """
     ends = {_end(address) for address in addresses}
     try:
         numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
     except OSError:
         return
-    for number in numbers:
+    for number in sorted(numbers):  # those that listen were opened first: no client comes back meanwhile
         try:
             own = os.dup(number)
         except OSError:
@@ -400,9 +400,8 @@ def _end_connections(addresses: Sequence[str]) -> None:
         except OSError:
             os.close(own)  # no socket
             continue
-        with connection, contextlib.suppress(OSError):  # not connected, or ended meanwhile
+        with connection, contextlib.suppress(OSError):  # ended meanwhile
             if connection.type == socket.SOCK_STREAM and _is_end(connection.getsockname(), ends):
-                connection.getpeername()  # a socket that listens has none
                 connection.shutdown(socket.SHUT_RDWR)
 
 
