@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -307,12 +307,31 @@ class GrammarMask:
 
     Its grammar is compiled when the request first has a seat, so that no more grammars are compiled than requests run. A matcher
     that cannot go on with what others of the tenant left in its lexer begins again alone, so what comes of a request does not
-    depend on them.
+    depend on them. After a token that ends the sequence there is nothing to find: a matcher that is complete takes such a token
+    for a fault, for which its lexer would be given up.
+
+    Args:
+        tenant: Who asks.
+        grammar: As llguidance reads it.
+        lexers: Compiles it, or has it compiled.
+        work: Where it is compiled and matched.
+        wake: Called, from another thread, when a mask is there.
+        ends: Tokens that end a sequence.
     """
 
-    def __init__(self, tenant: str, grammar: str, *, lexers: Lexers, work: GrammarWork, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        tenant: str,
+        grammar: str,
+        *,
+        lexers: Lexers,
+        work: GrammarWork,
+        wake: Callable[[], None],
+        ends: Collection[int],
+    ) -> None:
         self._tenant, self._grammar = tenant, grammar
         self._lexers, self._work, self._wake = lexers, work, wake
+        self._ends = ends
         self._tokens: list[int] = []
         self._num_taken = 0
         self._lexer: _Lexer | None = None
@@ -350,7 +369,10 @@ class GrammarMask:
         """Takes the chosen token."""
         self._tokens.append(token)
         self._mask = None
-        self._submit()
+        if token in self._ends:
+            self._error = InvalidArgumentError(f"structured_outputs: the text ended at output token {len(self._tokens) - 1}")
+        else:
+            self._submit()
 
     def stop(self) -> None:
         """Ends the work; what runs at the moment is finished first."""
@@ -456,7 +478,7 @@ class Grammars:
             FailedPreconditionError: This base cannot have structured outputs.
         """
         self._compiler.check()
-        return GrammarMask(tenant, grammar, lexers=self.lexers, work=self._work, wake=self._wake)
+        return GrammarMask(tenant, grammar, lexers=self.lexers, work=self._work, wake=self._wake, ends=self._compiler.eos_ids)
 
     def take_costs(self) -> dict[str, float]:
         """Returns seconds of a core that grammars took since the last call, by tenant."""

@@ -133,6 +133,24 @@ async def test_rules_that_leave_no_token_end_the_request(client: EngineClient, s
     assert (await client.state()).kv_pages_used == 0
 
 
+@pytest.mark.parametrize("grammar", [of_regex("[ab]{9}"), of_schema(SCHEMA), of_regex("a{1,4}b*")])
+async def test_a_grammar_whose_texts_end_is_compiled_once(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch, grammar: str
+) -> None:
+    """The token that ends a complete text is no fault of the lexer, which the tenant's other requests share."""
+    compiled = []
+    compile_ = GrammarCompiler.compile
+
+    def count(self: GrammarCompiler, grammar: str) -> Any:
+        compiled.append(grammar)
+        return compile_(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", count)
+    for number in range(4):
+        assert (await ids_of(client, request(f"r{number}", grammar, temperature=1.0, seed=number)))[-1] == EOS
+    assert len(compiled) == 1
+
+
 async def test_no_step_waits_for_a_compilation(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, gate = threading.Event(), threading.Event()
     compile_ = GrammarCompiler.compile
