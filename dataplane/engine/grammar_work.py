@@ -35,13 +35,19 @@ class _Line:
         self.at = now
         self.is_slow = self.level > _BURST_S
 
+    @property
+    def seconds_to_return(self) -> float:
+        """How long until it is not slow any more, if nothing of it runs meanwhile."""
+        return max(0.0, self.level - _BURST_S) / _RATE
+
 
 class GrammarWork:
     """A queue by tenant, and its threads. Any thread may call it.
 
     The tenant with the least recent work goes first, and no tenant has all quick threads at once. Work of a tenant beyond its
     rate goes to a thread of the lowest priority, which gets what the steps leave, so that no tenant's grammars slow the steps
-    of others; while cores are idle that thread is as fast as the others.
+    of others; while cores are idle that thread is as fast as the others. Once the tenant is within its rate again, the other
+    threads take what of it waits there.
 
     Args:
         num_quick: Threads for tenants within their rate, at least 2.
@@ -112,6 +118,10 @@ class GrammarWork:
     def _take(self, *, is_slow: bool) -> tuple[str, _Line, Callable[[], None]] | None:
         with self._condition:
             while not self._is_stopping:
+                now = self._clock()
+                for line in self._lines.values():
+                    if line.jobs:
+                        line.spend(0.0, now)
                 ready = [
                     (line.level, tenant)
                     for tenant, line in self._lines.items()
@@ -122,7 +132,8 @@ class GrammarWork:
                     line = self._lines[tenant]
                     line.num_running += 1
                     return tenant, line, line.jobs.popleft()
-                self._condition.wait()
+                returns = [line.seconds_to_return for line in self._lines.values() if line.jobs and line.is_slow]
+                self._condition.wait(None if is_slow else min(returns, default=None))
             return None
 
     def _done(self, tenant: str, line: _Line, seconds: float) -> None:

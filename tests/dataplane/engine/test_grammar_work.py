@@ -34,12 +34,34 @@ def ran(work: GrammarWork, tenant: str, seconds: float = 0.0) -> int:
 
 def test_a_tenant_beyond_its_rate_goes_to_the_thread_that_yields_and_comes_back() -> None:
     now = 0.0
-    work = GrammarWork(clock=lambda: now)
+    work = GrammarWork(num_quick=2, clock=lambda: now)  # so a tenant has one at a time, and the one before is counted first
     assert ran(work, "heavy", 0.5) == 0
     assert ran(work, "heavy") > 0
     assert ran(work, "light") == 0
     now = 1000.0
     assert ran(work, "heavy") == 0
+    work.stop()
+
+
+def test_what_waits_for_the_thread_that_yields_goes_to_another_once_its_tenant_is_within_its_rate() -> None:
+    now = 0.0
+    work = GrammarWork(num_quick=2, clock=lambda: now)
+    entered, gate, done = threading.Event(), threading.Event(), threading.Event()
+
+    def block() -> None:
+        entered.set()
+        gate.wait(60)
+
+    for tenant in ("hog", "busy"):
+        ran(work, tenant, 0.3)
+        ran(work, tenant)  # the one before is counted now
+    work.submit("hog", block)
+    assert entered.wait(60)
+    work.submit("busy", done.set)
+    assert work._lines["busy"].is_slow
+    now = 1000.0
+    assert done.wait(60), "nothing else comes that would wake a thread"
+    gate.set()
     work.stop()
 
 
