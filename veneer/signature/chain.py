@@ -7,7 +7,7 @@ of the public web does. On top of it stands here what that tool leaves out: dige
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Final
 
 from cryptography import x509
@@ -112,6 +112,7 @@ def _found(
     store = crypto.X509Store()
     for one in roots:
         store.add_cert(crypto.X509.from_cryptography(one))
+    at = at.astimezone(UTC)  # pyOpenSSL takes the fields of a time for those of UTC
     store.set_time(at)
     known = [crypto.X509.from_cryptography(one) for one in others]
     try:

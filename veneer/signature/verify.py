@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -116,7 +116,7 @@ def _authority_of(
     try:
         chain = chain_to(leaf, others, list(roots), at=at)
     except ChainError as error:
-        fault = f"which led to no authority that is trusted at {at:%Y-%m-%d %H:%M:%S}Z: {quote(str(error))}"
+        fault = f"which led to no authority that is trusted at {at.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z: {quote(str(error))}"
         raise UntrustedSignatureError(Reason.CERTIFICATE, f"is by the certificate {subject}, {fault}; {_TRUST_IT}") from error
     return roots[chain[-1]]
 

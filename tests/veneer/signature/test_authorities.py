@@ -326,6 +326,21 @@ def test_a_certificate_counts_as_of_the_time_of_publish_and_of_its_begin() -> No
         assert holds(Case(case.root, case.leaf, at=NOW + days * DAY)) == is_valid
 
 
+@pytest.mark.parametrize("hours", [-12, 14])
+def test_the_zone_in_which_the_time_of_publish_is_told_changes_nothing(hours: int) -> None:
+    """A database tells times in the zone of its server."""
+    case = simple(made("Root", CA, start=-10, end=10), start=-5, end=5)
+    zone = datetime.timezone(datetime.timedelta(hours=hours))
+    last_s = datetime.timedelta(seconds=1)
+    for at, is_valid in (
+        (NOW - 5 * DAY - last_s, False),
+        (NOW - 5 * DAY, True),
+        (NOW + 5 * DAY - last_s, True),
+        (NOW + 5 * DAY + last_s, False),
+    ):
+        assert holds(Case(case.root, case.leaf, at=at.astimezone(zone))) == is_valid
+
+
 @pytest.mark.parametrize("key", ["rsa:2048", "ec:P-256", "ed25519"])
 def test_an_authority_that_openssl_made_by_its_default_signs_what_holds(tmp_path: Path, key: str) -> None:
     kind, _, more = key.partition(":")
