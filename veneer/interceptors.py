@@ -133,7 +133,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             known = self._wrapped[name] = _Wrapped(handler, method, self._wrap(handler, method))
         rule = known.method.rule
         is_open = rule is not None and rule.open
-        refusal = self._running.arrive(is_open=is_open)
+        refusal = self._running.arrive(self._listener, is_open=is_open)
         if refusal is None and not is_open and all(key != "authorization" for key, _ in handler_call_details.invocation_metadata):
             refusal = _no_credential()
         return known.guarded if refusal is None else self._refuse(known.method, refusal)

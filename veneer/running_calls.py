@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from veneer.access import ListenerName
 from veneer.errors import ResourceExhaustedError, UnavailableError, VeneerError
 
 MAX_CALLS = 16_384
@@ -16,15 +18,17 @@ _END_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """Bounds of the calls of a plane. Methods that are open to anyone, such as health, are not counted.
+    """Bounds of the calls of a plane.
 
     Attributes:
-        max_calls: Calls at a time.
+        max_calls: Calls of a listener at a time, without those of methods that are open to anyone, such as health.
+        max_open: Calls of open methods; the oldest ends when there are more, so that short ones are answered whoever holds on.
         max_unheard: Calls whose request has not come; the oldest ends when there are more.
         retry_after_s: Delay that a refused caller is told.
     """
 
     max_calls: int = MAX_CALLS
+    max_open: int = MAX_CALLS // 4
     max_unheard: int = MAX_CALLS // 4
     retry_after_s: float = 1.0
 
@@ -42,7 +46,10 @@ class RunningCalls:
         self.limits = limits or CallLimits()
         self._tasks: set[asyncio.Task[object]] = set()
         """All calls up to their last byte, those of open methods and those that are refused too."""
-        self._counted: set[asyncio.Task[object]] = set()
+        self._counted: dict[asyncio.Task[object], ListenerName] = {}
+        self._num_counted = Counter[ListenerName]()
+        self._open: dict[asyncio.Task[object], None] = {}
+        """Calls of open methods, the oldest first."""
         self._unheard: dict[asyncio.Task[object], None] = {}
         """Calls that wait for their request, the oldest first."""
         self._interruptible: dict[asyncio.Task[object], VeneerError | None] = {}
@@ -54,21 +61,27 @@ class RunningCalls:
     def __len__(self) -> int:
         return len(self._counted)
 
-    def arrive(self, *, is_open: bool) -> VeneerError | None:
-        """Takes the call of this task in until the task ends; returns the reason if the call has to be refused."""
+    def arrive(self, listener: ListenerName, *, is_open: bool) -> VeneerError | None:
+        """Takes the call of this task in until the task ends; returns the reason if the call has to be refused.
+
+        The calls of each listener have a bound of their own, so that callers never keep operators out.
+        """
         task = _this_task()
         self._tasks.add(task)
         task.add_done_callback(self._leave)
         if is_open:
+            self._open[task] = None
+            self._end_oldest_open()
             return None
         if self._refusal is not None:
             return self._refusal
-        limits = self.limits
-        if len(self._counted) >= limits.max_calls:
+        limits, running = self.limits, self._num_counted[listener]
+        if running >= limits.max_calls:
             return ResourceExhaustedError(
-                f"the service runs {len(self._counted)} calls, at most {limits.max_calls}", retry_after_s=limits.retry_after_s
+                f"the service runs {running} calls, at most {limits.max_calls}", retry_after_s=limits.retry_after_s
             )
-        self._counted.add(task)
+        self._counted[task] = listener
+        self._num_counted[listener] += 1
         self._idle.clear()
         return None
 
@@ -128,15 +141,30 @@ class RunningCalls:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_END_S)
 
+    def _end_oldest_open(self) -> None:
+        """Of callers without a key, who may watch health as often as they like; their watches shall not fill the memory."""
+        if len(self._open) <= self.limits.max_open:
+            return
+        oldest = next((task for task in self._open if task in self._interruptible), None)
+        if oldest is not None:
+            self._interrupt(
+                oldest,
+                ResourceExhaustedError("too many calls of this kind began later", retry_after_s=self.limits.retry_after_s),
+            )
+
     def _interrupt(self, task: asyncio.Task[object], error: VeneerError) -> None:
         self._unheard.pop(task, None)
+        self._open.pop(task, None)
         if self._interruptible[task] is None:
             self._interruptible[task] = error
             task.cancel()
 
     def _leave(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
-        self._counted.discard(task)
+        self._open.pop(task, None)
+        listener = self._counted.pop(task, None)
+        if listener is not None:
+            self._num_counted[listener] -= 1
         if not self._counted:
             self._idle.set()
 

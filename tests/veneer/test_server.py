@@ -298,6 +298,33 @@ async def test_more_calls_than_a_plane_takes_are_exhausted_with_a_delay_and_heal
     await server.stop(grace_s=0)
 
 
+class NeverKnows:
+    """Knows no caller, and takes for ever to say so."""
+
+    async def authenticate(self, key_digest: bytes) -> Identity | None:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_calls_of_callers_never_keep_operators_out() -> None:
+    add = partial(admin_pb2_grpc.add_AdminServiceServicer_to_server, Admin())
+    server = PlaneServer(
+        ServerOptions(callers="127.0.0.1:0", operators="127.0.0.1:0", calls=CallLimits(max_calls=2)),
+        services=[Service(ADMIN, add)],
+        rules=RULES,
+        authenticators={**AUTHENTICATORS, "callers": NeverKnows()},
+    )
+    found = await server.start()
+    async with own_connection(found.callers) as callers, own_connection(found.operators) as operators:
+        waiting = [asyncio.create_task(residency(callers)) for _ in range(2)]
+        await until(lambda: len(server._running) == 2)
+        with pytest.raises(ResourceExhaustedError, match="runs 2 calls"), typed_errors():
+            await residency(callers)
+        assert await residency(operators) == "b"
+        await server.stop(grace_s=0)
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_calls_that_send_no_request_end_before_others_are_refused() -> None:
     server = plane(calls=CallLimits(max_unheard=2))
     found = await server.start()
@@ -308,6 +335,24 @@ async def test_calls_that_send_no_request_end_before_others_are_refused() -> Non
         assert await residency(channel) == "b"
         assert await client.status() == RESOURCE_EXHAUSTED
         assert await residency(channel) == "b", "there is room for its request"
+    await server.stop(grace_s=0)
+
+
+async def test_watches_of_health_without_end_end_the_oldest_and_checks_are_answered() -> None:
+    server = plane(calls=CallLimits(max_open=3))
+    found = await server.start()
+    async with grpc.aio.insecure_channel(found.callers) as channel, own_connection(found.callers) as other:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = []
+        for _ in range(5):
+            watches.append(stub.Watch(health_pb2.HealthCheckRequest(), timeout=60))
+            await watches[-1].read()
+        for watch in watches[:2]:
+            with pytest.raises(ResourceExhaustedError) as caught, typed_errors():
+                await watch.read()
+            assert caught.value.retry_after_s == 1.0
+        assert await health(other) == "SERVING"
+        assert not watches[-1].done()
     await server.stop(grace_s=0)
 
 
