@@ -46,7 +46,8 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 ADAPTER_KEY_HEADER = "x-veneer-adapter-key"
 """Metadata that names the adapter of a request, for proxies that choose a data plane by a hash of it."""
 
-_PART_BYTES = 256 << 10  # a part counts for the least rate when all of it is there
+_PART_BYTES = 128 << 10
+"""Of a message of an upload. It counts when all of it is there: at the least rate, before the service gives the upload up."""
 _PUBLISH_PAUSES_S = 0.1, 0.5, 2.0  # before an upload is sent again
 _DEFAULT_ALIAS = "stable"
 _GENERATE_ATTEMPTS = 3  # data planes that are tried

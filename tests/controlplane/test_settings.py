@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from controlplane.settings import APP_ROLE, AUTH_ROLE, RELAY_ROLE, Settings
+from veneer import client
 from veneer.artifact import Limits
 
 
@@ -63,3 +64,8 @@ def test_the_check_on_a_publishers_machine_allows_what_the_service_allows_by_def
 
 def test_an_upload_waits_by_default_for_longer_than_a_slow_one_may_last() -> None:
     assert Settings.model_fields["upload_wait_s"].default > Settings.model_fields["upload_rate_grace_s"].default
+
+
+def test_an_upload_of_our_client_at_the_least_rate_has_its_next_part_there_in_time() -> None:
+    part_s = client._PART_BYTES / Settings.model_fields["min_upload_bytes_per_s"].default
+    assert part_s < min(Settings.model_fields[name].default for name in ("upload_rate_grace_s", "part_timeout_s"))
