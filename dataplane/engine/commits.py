@@ -77,6 +77,9 @@ class Commits:
         self._prefix = prefix
         self._pace = pace
         self._flights: deque[Flight] = deque()
+        self._unreported: set[Sequence] = (
+            set()
+        )  # held before their first token, so that the prompt's logprobs are still to be told
 
     def expect(self, flight: Flight) -> None:
         """Notes that a plan is in flight."""
@@ -106,7 +109,8 @@ class Commits:
     def _take_decodes(self, flight: Flight, results: Seq[Result], news: _News) -> None:
         """Takes the results of decode rows: together where each is just a token of a request that goes on."""
         decodes, sequences = flight.plan.decodes, flight.decoding
-        if self._seating.has_ended_in_flight or not set(map(type, results)) <= {int}:
+        self._unreported = {sequence for sequence in self._unreported if sequence.phase is not Phase.ENDED}
+        if self._unreported or self._seating.has_ended_in_flight or not set(map(type, results)) <= {int}:
             for sequence, start, result in zip(sequences, decodes.starts.tolist(), results, strict=True):
                 if start + 1 == len(sequence.tokens):  # else the row before it was held, and this one had no token to start from
                     self._take(sequence, result, news, num_computed=start + 1)
@@ -143,11 +147,11 @@ class Commits:
             sequence.prompt_scores += result.prompt
             if result.is_held:
                 self._seating.hold(sequence, num_computed - 1)
+                if sequence.prompt_scores and not sequence.num_output:
+                    self._unreported.add(sequence)
             elif result.token is not None:
                 if result.logprobs is not None:
                     news.logprobs.append((len(news.ids), result.logprobs))
-                if sequence.prompt_scores and not sequence.num_output:
-                    news.prompt_logprobs.append((len(news.ids), tuple(sequence.prompt_scores)))
                 self._append(sequence, result.token, news, num_computed=num_computed)
 
     def _append(self, sequence: Sequence, token: int, news: _News, *, num_computed: int) -> None:
@@ -160,6 +164,9 @@ class Commits:
             finish = "length"
         if finish is not None:
             news.finishes.append((len(news.ids), finish, sequence.num_cached))
+        if sequence.prompt_scores and not sequence.num_output:
+            news.prompt_logprobs.append((len(news.ids), tuple(sequence.prompt_scores)))
+            self._unreported.discard(sequence)
         news.request_ids.append(sequence.request_id)
         news.indexes.append(sequence.num_output)
         news.ids.append(token)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from dataplane.engine.messages import Delta, Tokens
+from dataplane.engine.messages import Delta, Logprobs, Tokens
 from dataplane.engine.plan import Chosen, Outcome
 from tests.dataplane.engine.driving import FakeAdapters, Loop, assert_idle, make, rows_of, submit
 
@@ -69,3 +71,32 @@ def test_a_stop_token_ends_its_own_request_only_and_the_last_token_allowed_ends_
     deltas = scheduler.commit(plan, [7, 7, 7]).tokens.deltas()
     assert [(delta.request_id, delta.finish) for delta in deltas] == [("stops", "stop"), ("ends", "length"), ("goes on", None)]
     assert scheduler.request_ids == ("goes on",)
+
+
+def test_scores_of_a_prompt_whose_mask_comes_late_are_told_with_its_first_token() -> None:
+    class Mask:
+        is_ready = True
+
+        def begin(self) -> None:
+            pass
+
+        def allowed(self, index: int) -> bytes | None:
+            raise AssertionError(f"the scheduler asks for no mask, not for {index} either")
+
+        def advance(self, token: int) -> None:
+            raise AssertionError(f"the scheduler chooses no token, not {token} either")
+
+        def stop(self) -> None:
+            pass
+
+    scheduler = make()
+    scored = submit("scored", (1, 2), max_tokens=3)
+    scheduler.add(replace(scored, sampling=replace(scored.sampling, prompt_logprobs=0)), 0.0, mask=Mask())
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(plan, [Chosen(None, prompt=(Logprobs(-0.5),), is_held=True)])
+    for index, prompt in enumerate([((0, (Logprobs(-0.5),)),), ()]):
+        plan = scheduler.schedule()
+        assert plan is not None
+        tokens = scheduler.commit(plan, [7]).tokens
+        assert (tokens.indexes, tokens.prompt_logprobs) == ((index,), prompt)

@@ -52,3 +52,17 @@ async def test_scores_are_whole_after_a_preemption(tiny_config: Make, plain: Any
         assert scores == pytest.approx([float(want[i, prompt[i + 1]]) for i in range(69)], abs=1e-3)
         assert sum(len(delta.logprobs) for delta in deltas) == 60
     await client.stop()
+
+
+@pytest.mark.parametrize("size", [32, 33, 65])
+async def test_scores_of_a_prompt_are_told_whatever_its_last_step_holds(tiny_config: Make, plain: Any, size: int) -> None:
+    """The last step of a prompt may hold its last token alone, after which nothing is left to score."""
+    client = await EngineClient.start(tiny_config(max_step_tokens=32), in_process=True)
+    prompt = [int(token) for token in torch.randint(160, (size,), generator=torch.Generator().manual_seed(size))]
+    sampling = Sampling(max_tokens=3, temperature=0.0, prompt_logprobs=0)
+    deltas = await collect_deltas(client, request("scored", prompt, sampling=sampling))
+    want = plain.logits(prompt).log_softmax(-1)
+    scores = [one.logprob for one in deltas[0].prompt_logprobs]
+    assert scores == pytest.approx([float(want[i, prompt[i + 1]]) for i in range(size - 1)], abs=1e-3)
+    assert not any(delta.prompt_logprobs for delta in deltas[1:])
+    await client.stop()
