@@ -31,7 +31,7 @@ from veneer.errors import (
 _MAX_BYTES = {"json": 64 << 10, "regex": 1 << 10, "grammar": 16 << 10}
 _NUM_PLACES = 2
 _HEAVY_S = 60.0
-"""How long a tenant's checks have the lowest priority after one of them was ended."""
+"""How long a tenant's checks have the lowest priority, and one place with others like it, after one of them was ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,8 @@ _Key = tuple[str, Constraint]
 class Grammars:
     """Has constraints checked by a process (`grammar_child`) and remembers the verdicts, by tenant. Owned by the event loop.
 
-    Two are checked at the same time, one of a tenant, and tenants go by turns: no tenant's constraints hold up another's.
+    Two are checked at the same time, one of a tenant, and tenants go by turns: no tenant's constraints hold up another's. Tenants
+    of whom one was ended lately have one place together, since their checks yield to everything else and may take long.
 
     Args:
         folder: Model folder with tokenizer.json.
@@ -161,10 +162,11 @@ class Grammars:
     def _start_next(self) -> None:
         """Sends constraints to the process while there are places."""
         busy = {tenant for tenant, _ in self._running.values()}
-        while (
-            len(self._running) < _NUM_PLACES
-            and (tenant := next((name for name in self._lines if name not in busy), None)) is not None
-        ):
+
+        def may_start(tenant: str) -> bool:
+            return tenant not in busy and not (self._is_heavy(tenant) and any(map(self._is_heavy, busy)))
+
+        while len(self._running) < _NUM_PLACES and (tenant := next(filter(may_start, self._lines), None)) is not None:
             line = self._lines.pop(tenant)
             key = line.popleft()
             if line:
@@ -172,8 +174,10 @@ class Grammars:
             busy.add(tenant)
             number = next(self._numbers)
             self._running[number] = key
-            is_heavy = self._heavy.get(tenant, 0.0) > time.monotonic()
-            self._spawn(self._send([number, key[1].kind, key[1].text, is_heavy]))
+            self._spawn(self._send([number, key[1].kind, key[1].text, self._is_heavy(tenant)]))
+
+    def _is_heavy(self, tenant: str) -> bool:
+        return self._heavy.get(tenant, 0.0) > time.monotonic()
 
     def _spawn(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
@@ -234,7 +238,8 @@ class Grammars:
             link.close()
 
     def _answer(self, number: int, status: str | int, words: str) -> None:
-        key = self._running.pop(number)
+        if (key := self._running.pop(number, None)) is None:
+            return  # it was on its way when the process before this one ended, and has failed with that
         future = self._pending.pop(key)
         match status:
             case "grammar":

@@ -198,6 +198,32 @@ async def test_a_tenants_slow_constraints_hold_up_nobody_else(folder: Path) -> N
     assert all(isinstance(outcome, UnavailableError) for outcome in outcomes)
 
 
+async def test_tenants_whose_checks_are_ended_leave_a_place_to_others(folder: Path) -> None:
+    grammars = Grammars(folder, vocab_size=500, eos_ids=(0,), limits=CheckLimits(timeout_s=60, max_cpu_s=0.2))
+    heavy = [f"heavy-{number}" for number in range(3)]
+    outcomes = await asyncio.gather(*(grammars.check(SLOW, tenant=name) for name in heavy), return_exceptions=True)
+    assert all(isinstance(outcome, InvalidArgumentError) for outcome in outcomes)
+    again = [
+        asyncio.create_task(
+            grammars.check(Constraint("json", f'{{"type": "integer", "multipleOf": {99_999_971 + i}}}'), tenant=name)
+        )
+        for i, name in enumerate(heavy)
+    ]
+    await asyncio.sleep(0)
+    assert len(grammars._running) == 1
+    await grammars.check(Constraint("regex", "quick"), tenant="quiet")
+    grammars.close()
+    await asyncio.gather(*again, return_exceptions=True)
+
+
+async def test_an_answer_to_a_check_that_failed_with_the_process_before_is_nobodys(grammars: Grammars) -> None:
+    await grammars.check(Constraint("regex", "a"))
+    process = grammars._process
+    await grammars._send([next(grammars._numbers), "regex", "b", False])  # of which nothing is remembered
+    await asyncio.gather(*(grammars.check(Constraint("regex", f"c{number}")) for number in range(3)))
+    assert grammars._process is process
+
+
 async def test_one_that_takes_too_long_is_told_and_its_verdict_is_kept(folder: Path) -> None:
     grammars = Grammars(folder, vocab_size=500, eos_ids=(0,), limits=CheckLimits(timeout_s=0.001))
     with pytest.raises(ResourceExhaustedError, match=r"not checked within 0\.001 s"):
