@@ -14,7 +14,7 @@ def open_private(path: Path, mode: Literal["xb", "wb"]) -> BinaryIO:
 
     Args:
         path: The file.
-        mode: `xb` refuses a file that is there, `wb` empties it.
+        mode: `xb` refuses a file that is there; `wb` empties it, and leaves its mode as it is.
 
     Raises:
         FileExistsError: The file is there, and the mode is `xb`.
