@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from fractions import Fraction
 from typing import Any, Self
 
@@ -72,7 +73,7 @@ def _rewritten(schema: Any, at: str, *, is_whole: bool) -> Any:
         elif isinstance(inner, dict):
             result[key] = _rewritten(inner, f"{at}.{key}", is_whole=is_same)
     for key in (*_BOUNDS, "multipleOf"):
-        if isinstance(number := schema.get(key), float) and not math.isfinite(number):
+        if isinstance(number := schema.get(key), int | float) and abs(number) > sys.float_info.max:
             raise ValueError(f"{at}.{key} is too large to be enforced")
     _bound(schema, result, is_whole=is_whole)
     return result
