@@ -160,7 +160,8 @@ class Seating:
         sequence.num_scheduled, sequence.num_charged = position, position + 1
         if sequence.phase is Phase.RUNNING and not sequence.preempting:
             sequence.is_held = True
-            self.held[sequence] = None
+            index, since = sequence.held_since
+            self.held[sequence] = since if index == sequence.num_output else None
 
     def release(self) -> None:
         """Lets those decode again whose mask has come."""
@@ -173,6 +174,7 @@ class Seating:
         """Takes seat and pages from a running sequence, at once or as soon as nothing of it is in flight."""
         sequence.preempting = True
         self.decoders.remove(sequence)
+        sequence.held_since = sequence.num_output, self.held.get(sequence)
         self._drop_held(sequence)
         if self._is_in_flight(sequence):
             self._leaving.append(sequence)

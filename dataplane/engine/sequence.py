@@ -82,6 +82,7 @@ class Sequence:
         is_scored: Prompt tokens are left to score.
         mask: What its grammar allows; None without a grammar.
         is_held: It is out of the steps until its mask is there.
+        held_since: The output token for whose mask it waited when it gave way, and since when; that wait goes on.
         passes: Steps in which others were admitted before it although it stood ahead of them.
     """
 
@@ -91,6 +92,7 @@ class Sequence:
         "came",
         "chain",
         "deadline",
+        "held_since",
         "is_ahead",
         "is_held",
         "is_parked",
@@ -166,6 +168,7 @@ class Sequence:
         self.plain = submit.sampling.is_plain
         self.mask = mask
         self.is_held = False
+        self.held_since: tuple[int, float | None] = (0, None)
         self.paused = False
         self.prompt_scores: list[Logprobs] = []
         self.num_targets = 0

@@ -145,6 +145,24 @@ def test_a_held_sequence_gives_its_pages_to_others_and_comes_to_the_same_text() 
     assert_idle(scheduler)
 
 
+def test_a_wait_for_a_mask_ends_at_its_limit_also_when_its_sequence_gave_way_meanwhile() -> None:
+    scheduler = make(num_pages=8, max_sequences=2, max_mask_wait_s=2.0)
+    loop = MaskedLoop(scheduler, lag=0)
+    loop.add(submit("masked", (1, 2, 3), max_tokens=12), has_mask=True)
+    loop.masks["masked"].is_ready = True
+    loop.turn()
+    loop.turn()
+    assert len(loop.outputs["masked"]) == 1
+    assert scheduler.expire(5.0) == []
+    loop.add(submit("free", (7, 8, 9), max_tokens=28), has_mask=False)
+    loop.run()
+    assert loop.finished == {"free": "length"}
+    assert scheduler.num_running == 1, "it gave way, and is back"
+    (failed,) = scheduler.expire(7.0)
+    assert (failed.request_id, failed.status) == ("masked", "RESOURCE_EXHAUSTED")
+    assert_idle(scheduler)
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_comes_late_every_request_gets_its_own_tokens(lag: int, seed: int) -> None:
