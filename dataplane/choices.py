@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dataplane.engine.intake import check_rules
 from dataplane.engine.messages import Sampling
@@ -42,15 +42,14 @@ class Choice:
     constraint: Constraint | None = None
 
 
-def sampling_of(choice: Choice, budget: Budget, prompts: Prompts, *, seed: int, index: int, grammar: str = "") -> Sampling:
-    """Returns what the engine is told of one choice.
+def samplings_of(choice: Choice, budget: Budget, prompts: Prompts, *, seed: int, grammar: str = "") -> list[Sampling]:
+    """Returns what the engine is told of each choice; the prompt's logprobs are reported with the first.
 
     Args:
         choice: What was asked.
         budget: The prompt and how many tokens may follow.
         prompts: Knows the model's own stop tokens, and how words are cut.
         seed: Seed of the request.
-        index: Index of the choice; the prompt's logprobs are reported with the first.
         grammar: What the text must match.
 
     Raises:
@@ -68,7 +67,7 @@ def sampling_of(choice: Choice, budget: Budget, prompts: Prompts, *, seed: int, 
         top_k=choice.top_k,
         min_p=choice.min_p,
         repetition_penalty=choice.repetition_penalty,
-        seed=seed_of(seed, index),
+        seed=seed,
         stop_token_ids=tuple(dict.fromkeys((*eos_ids, *choice.stop_token_ids, *stop_ids))),
         frequency_penalty=choice.frequency_penalty,
         presence_penalty=choice.presence_penalty,
@@ -76,14 +75,15 @@ def sampling_of(choice: Choice, budget: Budget, prompts: Prompts, *, seed: int, 
         min_tokens=choice.min_tokens,
         bad_words=prompts.cut_words(choice.bad_words) if choice.bad_words else (),
         logprobs=choice.logprobs,
-        prompt_logprobs=None if index else choice.prompt_logprobs,
+        prompt_logprobs=choice.prompt_logprobs,
         grammar=grammar,
     )
     if not sampling.is_plain or sampling.prompt_logprobs is not None:
         faults = check_rules(sampling, num_prompt=len(budget.ids), vocab_size=prompts.vocab_size)
         if faults:
             raise InvalidArgumentError.of(faults)
-    return sampling
+    others = (replace(sampling, seed=seed_of(seed, index), prompt_logprobs=None) for index in range(1, choice.n))
+    return [sampling, *others]
 
 
 def _check_stop_ids(ids: Sequence[int], *, vocab_size: int) -> None:

@@ -22,7 +22,7 @@ from typing import Protocol
 from dataplane.asked import Asked, Echo, GenerationRequest, Part
 from dataplane.attempts import Attempt, NotLoadedYetError, NotReadyError, refuse
 from dataplane.binding import Binding, Served, activate, bind, previous_of
-from dataplane.choices import Choice, ChoiceStreams, sampling_of
+from dataplane.choices import Choice, ChoiceStreams, samplings_of
 from dataplane.claims import Claim
 from dataplane.engine.messages import Delta, Submit
 from dataplane.fallback import FallbackMode, mode_of
@@ -326,12 +326,13 @@ class Generator:
         choice, limits = request.choice, self._limits_of(caller)
         seed = secrets.randbits(63) if choice.seed is None else choice.seed
         salt = hmac.digest(caller.cache_salt, b"veneer.cache\0" + request.sub_salt, hashlib.sha256).hex()
+        samplings = samplings_of(choice, budget, self._prompts, seed=seed, grammar=grammar)
         return [
             Submit(
                 request_id=uuid.uuid4().hex,  # the caller's own identifier need not be unique
                 tenant=caller.tenant,
                 prompt=budget.ids,
-                sampling=sampling_of(choice, budget, self._prompts, seed=seed, index=index, grammar=grammar),
+                sampling=sampling,
                 version=bound.served.version,
                 active_from=bound.active_from,
                 deadline_s=request.deadline_s,
@@ -342,7 +343,7 @@ class Generator:
                 max_arena_bytes=limits.max_arena_bytes,
                 cache_salt=salt,
             )
-            for index in range(choice.n)
+            for sampling in samplings
         ]
 
     @asynccontextmanager

@@ -181,8 +181,7 @@ class Prompts:
         for place, stop in enumerate(stops):
             if (id_ := special.get(stop)) is not None:
                 ids.append(id_)
-            elif inside := [token for token in special if token in stop]:
-                token = max(inside, key=len)
+            elif token := self.tokenizer.special_token_in(stop):
                 fault = f"contains the special token {token!r}, which has no text: name it alone, or its id in stop_token_ids"
                 faults.append(Violation(f"sampling.stop[{place}]", fault))
         if faults:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class Tokenizer:
         self.pieces = _pieces(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder().items()
         self.special_tokens = {token.content: id_ for id_, token in added if token.special and token.content}
+        self._special_sizes = _sizes_by_start(self.special_tokens)
         self.max_token_bytes = _max_token_bytes(self._tokenizer)
         self.reads_disguises = reads_disguises(self._tokenizer, controls)
         self._hidden = HiddenControls(self._tokenizer, controls) if controls else None
@@ -79,6 +80,20 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Returns the token ids of `text`; the package releases the interpreter lock meanwhile."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def special_token_in(self, text: str) -> str:
+        """Returns the longest special token that stands in a text; empty: none does.
+
+        Looked up place by place: a vocabulary may have thousands of special tokens.
+        """
+        special, sizes = self.special_tokens, self._special_sizes
+        found = (
+            text[start : start + size]
+            for start, first in enumerate(text)
+            for size in sizes.get(first, ())
+            if text[start : start + size] in special
+        )
+        return max(found, key=len, default="")
 
     def encode_chat(self, text: str, controls: Sequence[tuple[int, int]] | None) -> tuple[int, ...]:
         """Returns the token ids of a rendered conversation.
@@ -140,6 +155,14 @@ class HiddenControls:
             last = end
         ids = self._tokenizer.encode("".join((*pieces, text[last:])), add_special_tokens=False).ids
         return tuple(self._ids.get(id_, id_) for id_ in ids) if self._ids else tuple(ids)
+
+
+def _sizes_by_start(tokens: Iterable[str]) -> dict[str, frozenset[int]]:
+    """Returns how long tokens are, by their first character."""
+    sizes: dict[str, set[int]] = {}
+    for token in tokens:
+        sizes.setdefault(token[0], set()).add(len(token))
+    return {first: frozenset(ones) for first, ones in sizes.items()}
 
 
 def reads_disguises(tokenizer: tokenizers.Tokenizer, controls: Sequence[str]) -> bool:

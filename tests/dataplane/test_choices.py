@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,20 @@ async def test_choices_draw_from_seeds_of_their_own_and_the_first_keeps_the_requ
     assert seeds[:3] == [seed_of(11, index) for index in range(3)]
     assert len(set(seeds)) == 5
     assert len({submit.request_id for submit in roomy.engine.submits}) == 5
+
+
+async def test_what_all_choices_share_is_found_once(roomy: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    stop_ids = roomy.generator._prompts.stop_ids
+
+    def count(stops: Sequence[str]) -> tuple[int, ...]:
+        asked.append(stops)
+        return stop_ids(stops)
+
+    monkeypatch.setattr(roomy.generator._prompts, "stop_ids", count)
+    await roomy.run(with_choice(n=3, seed=11, stop=("end",), prompt_logprobs=0))
+    assert asked == [("end",)]
+    assert [submit.sampling.prompt_logprobs for submit in roomy.engine.submits] == [0, None, None]
 
 
 async def test_each_choice_takes_a_place_among_the_streams(stage: Stage) -> None:

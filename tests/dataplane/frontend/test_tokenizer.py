@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from dataplane.frontend.tokenizer import HiddenControls, Tokenizer, TokenizerError, reads_disguises
 from tests.dataplane.frontend.conftest import train_byte_fallback, train_byte_level
+
+_read = functools.cache(Tokenizer)
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -40,6 +43,13 @@ def test_a_token_stands_for_a_bounded_text_where_none_is_dropped(byte_level_path
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert len(ids) * tokenizer.max_token_bytes >= len(text)
     assert Tokenizer(byte_fallback_path).max_token_bytes is None
+
+
+@given(st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "<|", "|>", "im_end", "<", "a"]), max_size=9).map("".join))
+def test_the_longest_special_token_in_a_text_is_found(byte_level_path: Path, text: str) -> None:
+    tokenizer = _read(byte_level_path)
+    inside = [token for token in tokenizer.special_tokens if token in text]
+    assert tokenizer.special_token_in(text) == max(inside, key=len, default="")
 
 
 def test_special_tokens_are_recognised_but_have_no_text(byte_level_path: Path) -> None:
