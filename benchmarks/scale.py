@@ -17,6 +17,7 @@ from benchmarks.report import Row
 from controlplane.catalog import Catalog
 from controlplane.db import Database
 from controlplane.identities import Identities
+from controlplane.node_versions import NodeVersions
 from controlplane.paging import page_token
 from controlplane.remembered import Freshness
 from controlplane.resolve import Reference, Resolver
@@ -107,7 +108,7 @@ class Reader:
         """Reads by name; each takes a number that says of what."""
         catalog = Catalog(self.database)
         identities = Identities(self.database, self.vault, self.freshness)
-        resolver = Resolver(self.database, identities, self.vault, self.freshness)
+        resolver = Resolver(self.database, identities, self.vault, self.freshness, NodeVersions(self.database, self.freshness))
 
         def resolve(number: int) -> Awaitable[object]:
             self.freshness.forget_all()

@@ -4,8 +4,8 @@ Every folder of the store has a row: in `versions` once it is published, in `upl
 deleted. A row of `uploads` is written before the first byte, so that whatever a crash leaves behind is known; and no folder is
 ever used twice, so that a removal that comes late can only meet what was to be removed.
 
-It also drops rows that nothing can ask for any more: leases of files that ended, and what was taken of journals of use that are
-over.
+It also drops rows that nothing can ask for any more: leases of files that ended, versions that no node was told of for 30 days,
+and what was taken of journals of use that are over.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _TAKE = text("""
 """)
 _LET_GO = text("DELETE FROM uploads WHERE tenant = :tenant AND folder = :folder AND taken")
 _TRIM_LEASES = text("DELETE FROM blob_leases WHERE end_time < now()")
+_TRIM_NODE_VERSIONS = text("DELETE FROM node_versions WHERE use_time < now() - interval '30 days'")
 _OLD_JOURNAL = """
     j.end_time < now() - make_interval(secs => :journal_grace) OR EXISTS (
         SELECT FROM nodes n WHERE n.id = j.node AND n.revoke_time < now() - make_interval(secs => :journal_grace))
@@ -47,6 +48,7 @@ _TRIM_JOURNALS = text(f"DELETE FROM usage_journals j WHERE {_OLD_JOURNAL}")  # n
 _LOOK = text(f"""
     SELECT (SELECT count(*) FROM uploads WHERE collect_time <= now()) AS due,
            EXISTS (SELECT FROM blob_leases WHERE end_time < now() - interval '1 hour') AS old_leases,
+           EXISTS (SELECT FROM node_versions WHERE use_time < now() - interval '30 days') AS old_versions,
            EXISTS (SELECT FROM usage_journals j WHERE {_OLD_JOURNAL}) AS old_journals
 """)  # noqa: S608  constants
 
@@ -106,7 +108,7 @@ class Collector:
             async with self._engine.begin() as connection:
                 row = (await connection.execute(_LOOK, self._journal_grace)).one()
         self._due.set(row.due)
-        return bool(row.due or row.old_leases or row.old_journals)
+        return bool(row.due or row.old_leases or row.old_versions or row.old_journals)
 
     async def _take(self, term: Term) -> list[_Folder]:
         with translated():
@@ -115,6 +117,7 @@ class Collector:
                 rows = (await connection.execute(_TAKE, {"limit": _BATCH, "grace": self._grace_s})).all()
                 if not rows:
                     await connection.execute(_TRIM_LEASES)
+                    await connection.execute(_TRIM_NODE_VERSIONS)
                     await connection.execute(_TRIM_JOURNALS, self._journal_grace)
         return [_Folder(row.tenant, row.folder, row.taken_before) for row in rows]
 

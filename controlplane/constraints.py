@@ -99,6 +99,8 @@ CONSTRAINTS: Final[Mapping[str, VeneerError]] = {
     "uq_keys_hash": NEUTRAL,
     # leaders
     "pk_leaders": NEUTRAL,
+    # node_versions
+    "pk_node_versions": NEUTRAL,
     # nodes
     "fk_nodes_base_digest_bases": _NO_BASE,
     "pk_nodes": NEUTRAL,

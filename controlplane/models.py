@@ -158,6 +158,7 @@ nodes = Table(
     Column("previous_end_time", _TIME),
     _created(),
     Column("revoke_time", _TIME),
+    Column("reads_all_until", _TIME),  # of nodes that were enrolled before `node_versions` was kept
     UniqueConstraint("hash"),
     UniqueConstraint("previous_hash"),
 )
@@ -306,6 +307,19 @@ blob_leases = Table(
     Column("end_time", _TIME, nullable=False),
     PrimaryKeyConstraint("tenant", "folder", "node"),
     Index("ix_blob_leases_end_time", "end_time"),
+)
+
+# Versions that a node was asked to serve or told to stage; see `controlplane.node_versions`.
+node_versions = Table(
+    "node_versions",
+    metadata,
+    Column("tenant", Text, nullable=False),
+    Column("adapter", Text, nullable=False),
+    Column("node", Uuid, nullable=False),
+    Column("version", Text, nullable=False),
+    Column("use_time", _TIME, nullable=False, server_default=func.now()),
+    PrimaryKeyConstraint("tenant", "adapter", "node", "version"),
+    Index("ix_node_versions_use_time", "use_time"),
 )
 
 # Terms of the jobs that one process at a time does; see `controlplane.leader`.

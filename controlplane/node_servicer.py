@@ -125,7 +125,12 @@ class NodeServicer(nodes_pb2_grpc.NodeServiceServicer):
     async def GrantBlobs(self, request: nodes_pb2.GrantBlobsRequest, context: _Context) -> nodes_pb2.GrantBlobsResponse:
         """See the API."""
         node = current_identity().key_id
-        grant = await self._grants.give(node, request.version, judges_signatures=request.judges_signatures)
+        grant = await self._grants.give(
+            node,
+            request.version,
+            judges_signatures=request.judges_signatures,
+            operator_key_digest=request.operator_key_digest,
+        )
         trust = grant.trust
         blobs = [nodes_pb2.Blob(name=one.name, digest=one.digest, size_bytes=one.size_bytes, url=one.url) for one in grant.blobs]
         return nodes_pb2.GrantBlobsResponse(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -20,9 +20,12 @@ from redis.exceptions import RedisError
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from controlplane.changes import ChangeKind
 from controlplane.db import Database, translated
 from controlplane.locks import Lock, try_hold
+from controlplane.node_versions import NodeVersions
 from controlplane.pipeline import Statement
+from controlplane.publish_staging import PublishStaging
 from controlplane.settings import RELAY_ROLE, Settings
 from veneer.controlplane.v1 import hints_pb2
 from veneer.errors import UnavailableError
@@ -32,6 +35,7 @@ _LOG = logging.getLogger(__name__)
 CHANNEL: Final = "veneer:hints:v1"
 
 _BATCH = 500
+_STAGED = (ChangeKind.VERSION, ChangeKind.ALIAS)
 _MAX_PAUSE_S = 5.0
 _TRIM_EVERY_S = 600.0
 _SOCKET_TIMEOUT_S = 2.0
@@ -72,7 +76,9 @@ class Relay:
     Redis wait for as long as changes are kept, so that the outbox stays bounded.
     """
 
-    def __init__(self, database: Database, settings: Settings, *, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, database: Database, settings: Settings, *, node_versions: NodeVersions, registry: CollectorRegistry
+    ) -> None:
         self._engine = database.relay
         self._lines = database.lines(RELAY_ROLE, _WAITING)
         self._interval_s = settings.relay_interval_s
@@ -80,6 +86,7 @@ class Relay:
         self._audit_days = settings.audit_retention_days
         url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
         self._redis = None if url is None else connect(url)
+        self._staging = None if self._redis is None else PublishStaging(database, self._redis, node_versions)
         self._relayed = Counter("veneer_controlplane_hints_relayed", "Hints handed to Redis.", registry=registry)
         self._failed = Counter("veneer_controlplane_relay_failures", "Rounds of the relay that failed.", registry=registry)
         self._waiting = Gauge("veneer_controlplane_outbox_events", "Events in the outbox.", registry=registry)
@@ -113,8 +120,9 @@ class Relay:
                 rows = (await connection.execute(_TAKE, {"limit": _BATCH})).all()
                 if not rows:
                     return 0
-                if self._redis is not None:
-                    await self._publish(self._redis, rows)
+                if self._redis is not None and self._staging is not None:
+                    staged = [row.version for row in rows if row.kind in _STAGED and row.version]
+                    await self._publish(self._redis, rows, await self._staging.tell(staged))
                 await connection.execute(_REMOVE, {"xid": rows[-1].xid, "id": rows[-1].id})
         self._relayed.inc(len(rows))
         return len(rows)
@@ -178,11 +186,17 @@ class Relay:
             return False
         return True
 
-    async def _publish(self, redis: Redis, rows: Sequence[Row[Any]]) -> None:
+    async def _publish(self, redis: Redis, rows: Sequence[Row[Any]], told: Mapping[str, Sequence[str]]) -> None:
         async with redis.pipeline(transaction=False) as pipeline:
             for row in rows:
+                nodes = told.get(row.version, ()) if row.kind in _STAGED else ()
                 hint = hints_pb2.Hint(
-                    kind=row.kind, tenant=row.tenant, adapter=row.adapter, version=row.version, generation=row.generation
+                    kind=row.kind,
+                    tenant=row.tenant,
+                    adapter=row.adapter,
+                    version=row.version if nodes else "",  # without nodes, data planes of before would all bring it
+                    generation=row.generation,
+                    nodes=nodes,
                 )
                 pipeline.publish(CHANNEL, hint.SerializeToString())
             await pipeline.execute()

@@ -16,11 +16,12 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from sqlalchemy import text
 
-from controlplane.advice import named_homes, staging
+from controlplane.advice import Staging, named_homes, staging
 from controlplane.db import NODE, Database
 from controlplane.fleet_reports import FleetReports, NodeState
 from controlplane.homes import Homes
 from controlplane.leader import Leadership, Term
+from controlplane.node_versions import NodeVersion, NodeVersions
 from controlplane.placement import Demand, Demands, Fleet, Plan, Replica
 from controlplane.planning import revise
 from controlplane.popularity import Popularity
@@ -63,11 +64,15 @@ class Placer:
         database: The catalogue, for nodes and versions.
         redis: Where reports are and plans go.
         settings: Settings of the process.
+        node_versions: Notes which versions nodes are told to stage.
         registry: Where its figures go.
     """
 
-    def __init__(self, database: Database, redis: Redis, settings: Settings, *, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, database: Database, redis: Redis, settings: Settings, *, node_versions: NodeVersions, registry: CollectorRegistry
+    ) -> None:
         self._database = database
+        self._node_versions = node_versions
         self._leadership = Leadership(database, "placement")
         self._reports = FleetReports(redis)
         self._homes = Homes(redis)
@@ -145,8 +150,20 @@ class Placer:
         mine.plan = plan = await asyncio.to_thread(revise, mine.plan, fleet, Demands.of(demands))
         held = {state.node: self._held(base, state) for state in serving}
         await self._write(base, named_homes(plan, held), term)
-        await self._homes.publish_staging(staging(plan, held, versions), term=term.epoch)
+        told = staging(plan, held, versions)
+        await self._node_versions.note(self._told(told))
+        await self._homes.publish_staging(told, term=term.epoch)
         return plan
+
+    def _told(self, told: Mapping[str, Staging]) -> list[NodeVersion]:
+        pairs = []
+        for node, advice in told.items():
+            for digest in advice.stage:
+                version = self._versions[digest]
+                assert version is not None, "a plan is made of versions that the catalogue has"
+                owner, _, adapter = version.key.partition("/")
+                pairs.append(NodeVersion(owner, adapter, node, digest))
+        return pairs
 
     async def _write(self, base: str, homes: Mapping[str, tuple[str, ...]], term: Term) -> None:
         """Writes what changed; everything where the last write failed, as when Redis was away and may have forgotten."""

@@ -21,6 +21,7 @@ from controlplane.catalog import READY, Version, version_of
 from controlplane.changes import Change, ChangeKind, record
 from controlplane.db import NODE, Database, Scope, set_scope
 from controlplane.limits import TenantLimits
+from controlplane.node_versions import NodeVersion, write_down
 from controlplane.probe_report import ProbeMeasures, ProbeReport, judge
 from controlplane.settings import Settings
 from veneer.errors import NotFoundError, ResourceExhaustedError, UnavailableError
@@ -85,6 +86,8 @@ class Probes:
             now_s = (await connection.execute(_NOW)).scalar_one()
             await _write(connection, version, ProbeReport(state="ASKED", node=node_id, take_time_s=now_s))
             limits = await _limits(connection, version.owner)
+            await set_scope(connection, NODE)
+            await write_down(connection, [NodeVersion(version.owner, version.adapter, node_id, digest)])
         return TakenProbe(version.owner, version.report.invocation_tokens, limits)
 
     async def report(self, node_id: str, digest: str, measures: ProbeMeasures) -> ProbeReport:

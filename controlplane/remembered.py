@@ -139,6 +139,7 @@ class Freshness:
         adapters: What is about an adapter.
         nodes: What is about a node and its keys; see `node_subject`.
         answers: What is about a node, a tenant and, for most, an adapter: whole answers.
+        node_versions: Pairs that were noted; see `controlplane.node_versions`.
     """
 
     def __init__(self, database: Database) -> None:
@@ -146,6 +147,7 @@ class Freshness:
         self.adapters = Memory[Any, Any]()
         self.nodes = Memory[Any, Any]()
         self.answers = Memory[Any, Any](max_entries=_MAX_ANSWERS)
+        self.node_versions = Memory[Any, Any]()
         self._database = database
         self._looks = Coalesced[None, None](self._look, pause_s=_PAUSE_S)
         self._connection: Pipeline | None = None
@@ -246,5 +248,5 @@ class Freshness:
 
     def forget_all(self) -> None:
         """Forgets everything."""
-        for memory in (self.tenants, self.adapters, self.nodes, self.answers):
+        for memory in (self.tenants, self.adapters, self.nodes, self.answers, self.node_versions):
             memory.clear()

@@ -12,6 +12,7 @@ from controlplane.db import Database, Scope, translated
 from controlplane.fallback import FallbackPolicy
 from controlplane.identities import Holder, Identities
 from controlplane.limits import TenantLimits, TenantQuotas
+from controlplane.node_versions import NodeVersion, NodeVersions
 from controlplane.pipeline import Statement
 from controlplane.remembered import Freshness, Memory
 from controlplane.settings import APP_ROLE
@@ -169,10 +170,13 @@ class _Row(NamedTuple):
 class Resolver:
     """Resolves references, and remembers what they mean. Owned by one event loop."""
 
-    def __init__(self, database: Database, identities: Identities, vault: Vault, freshness: Freshness) -> None:
+    def __init__(
+        self, database: Database, identities: Identities, vault: Vault, freshness: Freshness, node_versions: NodeVersions
+    ) -> None:
         self._lines = database.lines(APP_ROLE, _SCOPE, _BY_ALIAS, _BY_VERSION)
         self._identities = identities
         self._vault = vault
+        self._node_versions = node_versions
         self._memory: Memory[_Question, Resolution | Refusal] = freshness.adapters
 
     async def resolve(self, key_digest: bytes, reference: Reference, *, base_digest: str, node: str = "") -> Resolved:
@@ -180,7 +184,8 @@ class Resolver:
 
         The lookup runs in the caller's own row-level-security scope, which holds its own adapters and those granted to it; so a
         foreign adapter and one that does not exist take the same query and give the same answer. What is not there is not
-        remembered: else the time of an answer would tell of a change to an adapter of somebody else.
+        remembered: else the time of an answer would tell of a change to an adapter of somebody else. That the node was told of
+        every version in the answer is noted before the answer is given: the node may ask for their files at once.
 
         Raises:
             UnauthenticatedError: No tenant's valid key has this digest.
@@ -196,6 +201,7 @@ class Resolver:
             return Resolved(caller, Resolution())
         outcome = await self._meaning(tenant, reference, base_digest=base_digest)
         if node and isinstance(outcome, Resolution):
+            await self._node_versions.note(_told(outcome, node))
             outcome = self._with_tickets(outcome, tenant, node)
         return Resolved(caller, outcome)
 
@@ -270,6 +276,12 @@ class Resolver:
             expire_time=holder.expire_time,
             max_priority=max((_MAX_PRIORITY[role] for role in known.roles), default=0),
         )
+
+
+def _told(found: Resolution, node: str) -> list[NodeVersion]:
+    """What an answer tells a node of: all arms, of which any may be drawn, and what may take their place."""
+    versions = [version for arm in found.arms for version in (arm, arm.previous) if version is not None]
+    return [NodeVersion(found.owner, found.adapter, node, version.digest) for version in versions]
 
 
 def _previous(row: _Row) -> Servable | None:

@@ -30,6 +30,7 @@ from controlplane.intake import JailedChecks
 from controlplane.keys import ORGANIZATION_KEYS, Keys
 from controlplane.locate import Locator
 from controlplane.node_servicer import NodeServicer
+from controlplane.node_versions import NodeVersions
 from controlplane.nodes import Nodes
 from controlplane.organization_servicer import OrganizationServicer
 from controlplane.organizations import Organizations
@@ -90,12 +91,17 @@ class ControlPlane:
         registry = CollectorRegistry()
         self._jail = JailedChecks() if check is None else None
         self.database = Database(settings)
-        self.relay = Relay(self.database, settings, registry=registry)
+        self._freshness = Freshness(self.database)
+        node_versions = NodeVersions(self.database, self._freshness)
+        self.relay = Relay(self.database, settings, node_versions=node_versions, registry=registry)
         url = settings.redis_url
         self._redis = None if url is None else connect(url.get_secret_value())
-        self.placer = None if self._redis is None else Placer(self.database, self._redis, settings, registry=registry)
+        self.placer = (
+            None
+            if self._redis is None
+            else Placer(self.database, self._redis, settings, node_versions=node_versions, registry=registry)
+        )
         locator = Locator(self.database, None if self._redis is None else Homes(self._redis))
-        self._freshness = Freshness(self.database)
         identities = Identities(self.database, vault, self._freshness)
         self.blobs = Blobs(settings.store_url)
         self.collector = Collector(self.database, self.blobs, settings, registry=registry)
@@ -107,10 +113,12 @@ class ControlPlane:
         tenants = Tenants(self.database)
         node_servicer = NodeServicer(
             nodes=Nodes(self.database, vault, settings),
-            resolver=Resolver(self.database, identities, vault, self._freshness),
+            resolver=Resolver(self.database, identities, vault, self._freshness, node_versions),
             identities=identities,
             feed=ChangeFeed(self.database),
-            grants=BlobGrants(self.database, vault, self.blobs, lifetime_s=settings.grant_lifetime_s),
+            grants=BlobGrants(
+                self.database, vault, self.blobs, identities=identities, lifetime_s=settings.grant_lifetime_s, registry=registry
+            ),
             blobs=self.blobs,
             quotas=QuotaLeases(self.database, vault, lifetime_s=settings.quota_lease_s),
             outcomes=Outcomes(self.database),

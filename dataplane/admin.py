@@ -18,6 +18,7 @@ from dataplane.pins import Pin, Pins
 from dataplane.residency_feed import Held, Position, ResidencyFeed, Update
 from dataplane.unloads import Unloads
 from dataplane.version_names import VersionName, VersionNames
+from veneer.access import current_identity
 from veneer.dataplane.v1 import admin_pb2, admin_pb2_grpc
 from veneer.errors import ResourceExhaustedError
 
@@ -208,7 +209,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
     ) -> admin_pb2.PinVersionResponse:
         """Keeps a version on the device for a time."""
-        pin = await self._pins.pin(request.version, lifetime_s=request.lifetime.ToNanoseconds() / 1e9)
+        pin = await self._pins.pin(
+            request.version,
+            lifetime_s=request.lifetime.ToNanoseconds() / 1e9,
+            operator_key_digest=current_identity().key_digest,
+        )
         return admin_pb2.PinVersionResponse(pin=_pin(pin, self._names.of(pin.version)))
 
     async def UnpinVersion(  # noqa: N802

@@ -222,9 +222,17 @@ class CatalogClient:
         response = await self._about_a_key(self._nodes.Introspect(request, **self._common()))
         return Identity(response.kind, response.tenant, tuple(response.roles), response.key_id)
 
-    async def grant_blobs(self, version: str) -> Grant:
-        """Asks for leave to read a version's files."""
-        request = nodes_pb2.GrantBlobsRequest(version=version, judges_signatures=True)
+    async def grant_blobs(self, version: str, *, operator_key_digest: bytes = b"") -> Grant:
+        """Asks for leave to read a version's files.
+
+        Args:
+            version: The version.
+            operator_key_digest: SHA-256 of the credential of an operator who has this node bring it; empty where none has.
+
+        Raises:
+            PermissionDeniedError: This node was neither asked to serve the version nor told to stage it.
+        """
+        request = nodes_pb2.GrantBlobsRequest(version=version, judges_signatures=True, operator_key_digest=operator_key_digest)
         grant = read_grant(await self._call(self._nodes.GrantBlobs(request, **self._common())))
         self.names.note(version, VersionName(grant.owner, grant.adapter, grant.version_number))
         return grant

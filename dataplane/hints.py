@@ -42,10 +42,12 @@ class Hint:
     Attributes:
         version: Version to stage; empty when the hint names none.
         tenant: Who owns it, as the hint says.
+        nodes: Identifiers of the nodes that are told to stage it; empty when all are, by a control plane of before.
     """
 
     version: str
     tenant: str = ""
+    nodes: tuple[str, ...] = ()
 
 
 class Allowance:
@@ -119,7 +121,7 @@ def read_hint(payload: Any) -> Hint | None:
         return None
     if message.version and not _VERSION.fullmatch(message.version):
         return None
-    return Hint(message.version, message.tenant)
+    return Hint(message.version, message.tenant, tuple(message.nodes))
 
 
 class HintSubscriber:

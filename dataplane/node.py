@@ -103,6 +103,7 @@ class Node:
         ready = await self.supervisor.start()
         for line in ready.plan:
             _log.info("memory plan", extra={"line": line})
+        self._id = await self._enrollment.ask(self.client.identify)
         contents = await self._enrollment.ask(self.client.chat_contents)
         self._build_serving(base, max_context=ready.max_context, vocab_size=ready.vocab_size, content_tokens=contents == "tokens")
         await self.prompts.start()
@@ -244,7 +245,7 @@ class Node:
         self.pins = Pins(
             self.supervisor,
             loader=self.prefetcher,
-            grant=self.trusted.grant_blobs,
+            source=self.trusted,
             cache=self.cache,
             limits=PinLimits(
                 max_bytes=settings.pin_budget,
@@ -380,7 +381,7 @@ class Node:
 
     def _on_hint(self, hint: Hint) -> None:
         self.feed.poke()
-        if hint.version:
+        if hint.version and (not hint.nodes or self._id in hint.nodes):
             self.prefetcher.hint(hint.version, hint.tenant)
 
     @property

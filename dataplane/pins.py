@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +21,13 @@ class PinSink(Protocol):
 
     def unpin(self, version: str, /) -> None:
         """Lets it make room again."""
+
+
+class Grants(Protocol):
+    """Says whose a version is; the control plane."""
+
+    async def grant_blobs(self, version: str, *, operator_key_digest: bytes = b"") -> Grant:
+        """Asks for leave to read a version's files, on behalf of an operator."""
 
 
 class Loader(Protocol):
@@ -78,7 +84,7 @@ class Pins:
     Args:
         engine: Keeps the copies.
         loader: Brings the images, which stay as long as the pins.
-        grant: Says whose a version is, and refuses one that may not be served.
+        source: Says whose a version is, and refuses one that may not be served.
         cache: Knows the sizes of images.
         limits: What may be pinned.
     """
@@ -88,13 +94,13 @@ class Pins:
         engine: PinSink,
         *,
         loader: Loader,
-        grant: Callable[[str], Awaitable[Grant]],
+        source: Grants,
         cache: HostCache,
         limits: PinLimits,
     ) -> None:
         self._engine = engine
         self._loader = loader
-        self._grant = grant
+        self._source = source
         self._cache = cache
         self._kept: dict[str, _Kept] = {}
         self.limits = limits
@@ -103,14 +109,19 @@ class Pins:
         """Returns the pins, the first to end first."""
         return sorted((kept.pin for kept in self._kept.values()), key=lambda pin: (pin.end_unix_s, pin.version))
 
-    async def pin(self, version: str, *, lifetime_s: float) -> Pin:
+    async def pin(self, version: str, *, lifetime_s: float, operator_key_digest: bytes) -> Pin:
         """Has a version brought to the device and kept there for a time from now on.
+
+        Args:
+            version: The version.
+            lifetime_s: For how long.
+            operator_key_digest: SHA-256 of the credential of the operator who asks, which the control plane verifies.
 
         Raises:
             ResourceExhaustedError: Its owner, or all, may not pin as much; says what is used and what is allowed.
             VeneerError: The version may not be served, or cannot be had.
         """
-        grant = await self._grant(version)
+        grant = await self._source.grant_blobs(version, operator_key_digest=operator_key_digest)
         claim = self._loader.ensure(version, grant.owner)
         try:
             async with asyncio.timeout(self.limits.load_timeout_s):

@@ -25,7 +25,7 @@ from dataplane.metrics import Metrics
 from dataplane.recent import Recent
 from dataplane.transfer import DeletedVersionError, WithdrawnVersionError
 from dataplane.unloads import Unloads
-from veneer.errors import FailedPreconditionError, NotFoundError, VeneerError
+from veneer.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError, UnavailableError, VeneerError
 
 _log = logging.getLogger(__name__)
 _RECHECK_AGAIN_S = 1.0
@@ -53,7 +53,7 @@ class Prefetcher:
         cache: Host images.
         engine: Is told what is staged.
         may_serve: Asks the control plane whether a version may still be served: raises NotFoundError or FailedPreconditionError
-            if not.
+            if not, PermissionDeniedError if not by this node.
         metrics: Counts loads.
         unloads: Counts what comes free of versions that go.
         limits: Bounds of loads.
@@ -244,6 +244,9 @@ class Prefetcher:
             except FailedPreconditionError as error:
                 self._drop(load.version)
                 raise WithdrawnVersionError("the version cannot be served any more") from error
+            except PermissionDeniedError as error:
+                self._drop(load.version)
+                raise UnavailableError("this node may not load the version now", retry_after_s=1.0) from error
             except VeneerError:  # unreachable; those who wait were admitted before
                 load.doubted = True
                 return
@@ -292,6 +295,8 @@ class Prefetcher:
                 except NotFoundError:
                     self._let_finish(version)
                 except FailedPreconditionError:
+                    self._drop(version)
+                except PermissionDeniedError:  # nothing asked for it in a month; a request that does brings it anew
                     self._drop(version)
                 except VeneerError:  # unreachable; meanwhile resolving decides who is admitted
                     self._rechecks[version] = None

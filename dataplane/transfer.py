@@ -71,7 +71,7 @@ class UnloadableVersionError(FailedPreconditionError):
 class Source(Protocol):
     """Where a version's bytes come from; the control plane's node service in `dataplane.catalog_client`."""
 
-    async def grant_blobs(self, version: str) -> Grant:
+    async def grant_blobs(self, version: str, *, operator_key_digest: bytes = b"") -> Grant:
         """Asks for leave to read a version's files."""
 
     def read_blob(self, grant: Grant, blob: Blob, *, offset: int, idle_s: float) -> AsyncIterator[bytes]:
@@ -196,8 +196,8 @@ class Transfer:
             raise DeletedVersionError("no such adapter, alias or version") from error
         except FailedPreconditionError as error:
             raise WithdrawnVersionError("the version cannot be served any more") from error
-        except PermissionDeniedError as error:  # the node's own credential, not a caller's
-            raise UnavailableError("this node may not load versions any more", retry_after_s=1.0) from error
+        except PermissionDeniedError as error:  # about the node, not a caller: the next Resolve asks it to serve the version anew
+            raise UnavailableError("this node may not load the version now", retry_after_s=1.0) from error
         if grant.base_digest != self._base_digest:
             raise UnloadableVersionError("the version is for another base than this node serves")
         digests = {blob.name: blob.digest for blob in grant.blobs}

@@ -30,13 +30,13 @@ class TrustedSource:
         self._source = source
         self._owners: OrderedDict[str, str] = OrderedDict()
 
-    async def grant_blobs(self, version: str) -> Grant:
+    async def grant_blobs(self, version: str, *, operator_key_digest: bytes = b"") -> Grant:
         """See `Source`.
 
         Raises:
             UntrustedVersionError: Its owner does not allow it with the signature that it has.
         """
-        grant = await self._source.grant_blobs(version)
+        grant = await self._source.grant_blobs(version, operator_key_digest=operator_key_digest)
         self._owners[version] = grant.owner
         self._owners.move_to_end(version)
         if len(self._owners) > _MAX_OWNERS:

@@ -121,6 +121,7 @@ _NOT_TOLD = {
     "change_floor",
     "changes",
     "leaders",
+    "node_versions",
     "organization_requests",
     "outbox",
     "outcome_batches",

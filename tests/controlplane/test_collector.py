@@ -188,6 +188,7 @@ async def test_wherever_a_publish_is_cut_off_it_is_done_once_and_leaves_nothing(
     node = await world.node()
     listed = (await acme.catalog.ListVersions(catalog_pb2.ListVersionsRequest(adapter="style"))).versions
     for version in listed:
+        await world.ask(node, acme, version=version.digest)
         grant = await node.nodes.GrantBlobs(nodes_pb2.GrantBlobsRequest(version=version.digest))
         for blob in grant.blobs:
             request = nodes_pb2.ReadBlobRequest(grant=grant.grant, digest=blob.digest)
@@ -229,6 +230,7 @@ async def test_files_of_a_deleted_version_stay_while_a_node_may_read_them(
 ) -> None:
     digest = (await world.publish(acme)).version.digest
     node = await world.node()
+    await world.ask(node, acme)
     grant = await node.nodes.GrantBlobs(nodes_pb2.GrantBlobsRequest(version=digest))
     await acme.catalog.DeleteVersion(catalog_pb2.DeleteVersionRequest(adapter="style", version=digest, force=True))
     make_due(database)
@@ -249,6 +251,7 @@ async def test_a_grant_and_a_deletion_at_once_never_leave_a_reader_without_files
     node = await world.node()
     for seed in range(8):
         digest = (await world.publish(acme, seed=seed)).version.digest
+        await world.ask(node, acme, version=digest)
         delete = catalog_pb2.DeleteVersionRequest(adapter="style", version=digest, force=True)
         grant, _ = await asyncio.gather(
             node.nodes.GrantBlobs(nodes_pb2.GrantBlobsRequest(version=digest)),

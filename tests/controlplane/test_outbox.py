@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
@@ -18,9 +19,10 @@ from controlplane.changes import Change, ChangeKind
 from controlplane.db import Database, Scope
 from controlplane.pipeline import Rows, Statement
 from controlplane.settings import Settings
-from tests.fixtures.controlplane import World, serve, settings_for
+from tests.controlplane.test_fleet_reports import write as write_report
+from tests.fixtures.controlplane import BASE_DIGEST, Client, World, serve, settings_for
 from tests.fixtures.services import TestDatabase
-from veneer.controlplane.v1 import hints_pb2
+from veneer.controlplane.v1 import catalog_pb2, hints_pb2, nodes_pb2
 from veneer.local.postgres import Postgres
 from veneer.local.valkey import Valkey
 
@@ -100,7 +102,7 @@ async def test_committed_events_arrive_whole_and_in_commit_order(world: World, h
     found = await received(hints, 40)
 
     assert [hint.adapter for hint in found] == [str(number) for number in range(40)]
-    assert (found[0].kind, found[0].tenant, found[0].version, found[0].generation) == (2, "acme", "v", 3)
+    assert (found[0].kind, found[0].tenant, found[0].version, found[0].generation) == (2, "acme", "", 3), "v is no version"
     await emptied(world, database)
 
 
@@ -265,6 +267,109 @@ async def test_a_relay_on_a_server_that_takes_no_writes_any_more_asks_another_co
     assert [hint.adapter for hint in await received(hints, 1)] == ["after"]
 
 
+async def nodes_by_name(world: World, *names: str) -> dict[str, tuple[Client, str]]:
+    """Enrols nodes; returns each with its identifier."""
+    clients = {name: await world.node(name) for name in names}
+    listed = (await world.operator.nodes.ListNodes(nodes_pb2.ListNodesRequest())).nodes
+    return {node.name: (clients[node.name], node.id) for node in listed}
+
+
+async def staged(hints: PubSub, version: str) -> list[str]:
+    """Nodes that the next hint about a version tells to stage it."""
+    while True:
+        [hint] = await received(hints, 1)
+        if hint.version == version:
+            return list(hint.nodes)
+
+
+async def grants(nodes: dict[str, tuple[Client, str]], version: str) -> set[str]:
+    """Nodes that are granted a version."""
+    found = set()
+    for client, node in nodes.values():
+        try:
+            await client.nodes.GrantBlobs(nodes_pb2.GrantBlobsRequest(version=version))
+        except grpc.aio.AioRpcError as error:
+            assert error.code() == grpc.StatusCode.PERMISSION_DENIED
+        else:
+            found.add(node)
+    return found
+
+
+async def test_two_nodes_are_told_of_a_new_adapter_and_they_alone_may_read_it(
+    world: World, hints: PubSub, own_valkey: Valkey
+) -> None:
+    await world.base()
+    acme = await world.tenant("acme")
+    nodes = await nodes_by_name(world, *"abcde")
+    first = (await world.publish(acme, "first")).version.digest
+    told = await staged(hints, first)
+    assert len(told) == 2
+    assert await grants(nodes, first) == set(told)
+    async with Redis.from_url(own_valkey.url()) as client:
+        serving = nodes["c"][1]
+        await write_report(client, serving, sequence=1, serving=True, base_digest=BASE_DIGEST)
+    second = (await world.publish(acme, "second", seed=2)).version.digest
+    assert await staged(hints, second) == [serving], "the others do not serve"
+
+
+async def test_nodes_that_serve_an_adapter_are_told_of_its_new_version(
+    world: World, hints: PubSub, database: TestDatabase
+) -> None:
+    await world.base()
+    acme = await world.tenant("acme")
+    await world.publish(acme)
+    await emptied(world, database)  # there is no node yet that could be told
+    nodes = await nodes_by_name(world, *"abcd")
+    for name in "abc":
+        await world.ask(nodes[name][0], acme)
+    await world.operator.nodes.RevokeNode(nodes_pb2.RevokeNodeRequest(id=nodes.pop("c")[1]))
+    second = (await world.publish(acme, seed=2)).version.digest
+    serving = {nodes[name][1] for name in "ab"}
+    assert set(await staged(hints, second)) == serving
+    assert await grants(nodes, second) == serving
+
+
+async def test_a_hint_stays_within_what_data_planes_read_however_many_nodes_serve_the_adapter(
+    world: World, hints: PubSub, database: TestDatabase
+) -> None:
+    await world.base()
+    owner, adapter = "a" * 63, "b" * 100
+    acme = await world.tenant(owner)
+    await world.publish(acme, adapter)
+    with database.connect() as connection:
+        connection.execute(
+            """
+            INSERT INTO nodes (id, name, base_digest, hash)
+            SELECT gen_random_uuid(), 'n' || n, %s, sha256(int8send(n)) FROM generate_series(1, 100) n
+            """,
+            [BASE_DIGEST],
+        )
+        connection.execute(
+            "INSERT INTO node_versions (tenant, adapter, node, version) SELECT %s, %s, id, '' FROM nodes", [owner, adapter]
+        )
+    version = (await world.publish(acme, adapter, seed=2)).version.digest
+    while True:
+        [hint] = await received(hints, 1)
+        if hint.version == version:
+            break
+    assert (len(hint.nodes), hint.ByteSize() < 1024) == (16, True)
+
+
+async def test_no_node_is_told_of_a_version_that_is_retired(world: World, hints: PubSub) -> None:
+    await world.base()
+    acme = await world.tenant("acme")
+    await world.node()
+    await world.publish(acme)
+    spare = (await world.publish(acme, seed=2)).version.digest
+    await staged(hints, spare)
+    await acme.catalog.RetireVersion(catalog_pb2.RetireVersionRequest(adapter="style", version=spare))
+    await write(world.plane.database, "last")
+    found = []
+    while not found or found[-1].adapter != "last":
+        found += await received(hints, 1)
+    assert [(hint.version, list(hint.nodes)) for hint in found if hint.kind == ChangeKind.VERSION] == [("", [])]
+
+
 def _failures(world: World) -> float:
     return world.plane.server.registry.get_sample_value("veneer_controlplane_relay_failures_total") or 0.0
 
@@ -276,7 +381,7 @@ async def _never() -> int:
 def test_hints_carry_identifiers_and_generations_and_nothing_that_could_be_served_by() -> None:
     fields = {name: sorted(message.fields_by_name) for name, message in hints_pb2.DESCRIPTOR.message_types_by_name.items()}
     assert fields == {
-        "Hint": ["adapter", "generation", "kind", "tenant", "version"],
+        "Hint": ["adapter", "generation", "kind", "nodes", "tenant", "version"],
         "AdapterHomes": ["nodes"],
         "StagingHint": ["release", "stage"],
     }

@@ -13,7 +13,9 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from controlplane.leader import Term
+from controlplane.node_versions import NodeVersions
 from controlplane.placer import Placer
+from controlplane.remembered import Freshness
 from controlplane.settings import Settings
 from tests.controlplane.test_fleet_reports import write
 from tests.fixtures.controlplane import BASE_DIGEST, Client, World, refused, serve, settings_for
@@ -60,7 +62,12 @@ async def acme(world: World) -> Client:
 
 @pytest.fixture
 async def placer(world: World, redis: Redis, planning: Settings) -> Placer:
-    return Placer(world.plane.database, redis, planning, registry=CollectorRegistry())
+    return make_placer(world, redis, planning)
+
+
+def make_placer(world: World, redis: Redis, planning: Settings) -> Placer:
+    told = NodeVersions(world.plane.database, Freshness(world.plane.database))
+    return Placer(world.plane.database, redis, planning, node_versions=told, registry=CollectorRegistry())
 
 
 async def enrolled(world: World, count: int) -> list[str]:
@@ -151,6 +158,21 @@ async def test_nodes_and_versions_that_the_catalogue_does_not_have_count_for_not
     assert await homes(redis) == {"acme/tone": [node]}
 
 
+async def test_a_node_may_read_what_it_is_told_to_stage(world: World, acme: Client, redis: Redis, placer: Placer) -> None:
+    (version,) = [(await world.publish(acme, "tone")).version.digest]
+    known = {name: await world.node(name) for name in ("first", "second")}
+    ids = {node.name: node.id for node in (await world.operator.nodes.ListNodes(nodes_pb2.ListNodesRequest())).nodes}
+    grant = nodes_pb2.GrantBlobsRequest(version=version)
+    assert (await refused(known["second"].nodes.GrantBlobs(grant)))[0] == grpc.StatusCode.PERMISSION_DENIED
+    await report(redis, ids["first"], sequence=1, **{version: 5})
+    await report(redis, ids["second"], sequence=1)
+    await placer.round(Term("placement", 1))
+    assert await staged(redis, ids["second"]) == [version]
+    assert (await known["second"].nodes.GrantBlobs(grant)).owner == "acme"
+    code, _ = await refused(known["first"].nodes.GrantBlobs(grant))
+    assert code == grpc.StatusCode.PERMISSION_DENIED, "to report a version is no leave to read it"
+
+
 async def test_a_revoked_node_leaves_the_plan(world: World, acme: Client, redis: Redis, placer: Placer) -> None:
     version = (await world.publish(acme, "tone")).version.digest
     first, second = await enrolled(world, 2)
@@ -170,7 +192,7 @@ async def test_a_leader_that_was_replaced_writes_nothing(
     await report(redis, node, sequence=1, **{version: 5})
     await placer.round(Term("placement", 2))
     before = await redis.hgetall(HOMES)
-    late = Placer(world.plane.database, redis, planning, registry=CollectorRegistry())
+    late = make_placer(world, redis, planning)
     with pytest.raises(AbortedError):
         await late.round(Term("placement", 1))
     assert await redis.hgetall(HOMES) == before
@@ -185,7 +207,7 @@ async def test_a_new_leader_begins_with_the_plan_that_it_finds(
         await report(redis, node, sequence=1, **dict.fromkeys(versions[place::4], 5))
     await placer.round(Term("placement", 1))
     before = await homes(redis)
-    successor = Placer(world.plane.database, redis, planning, registry=CollectorRegistry())
+    successor = make_placer(world, redis, planning)
     await successor.round(Term("placement", 2))
     assert await homes(redis) == before
     assert await redis.hget(HOMES, "term") == b"2"

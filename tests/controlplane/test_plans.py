@@ -13,20 +13,25 @@ from typing import Final
 
 import pytest
 from google.protobuf import duration_pb2
+from prometheus_client import CollectorRegistry
 from sqlalchemy import text
 
 from benchmarks.scale import DEEP, WIDE, Reader, load
+from controlplane import publish_staging
 from controlplane.blob_grants import BlobGrants
 from controlplane.changes import ChangeFeed
 from controlplane.db import NODE
+from controlplane.identities import Identities
 from controlplane.locate import Locator
 from controlplane.models import metadata
+from controlplane.node_versions import NodeVersion, NodeVersions
 from controlplane.nodes import Nodes
 from controlplane.outcomes import ArmOutcomes, Outcomes
 from controlplane.paging import page_token
 from controlplane.placer import _NODES, _VERSIONS
 from controlplane.probes import Probes
 from controlplane.quotas import Amounts, Demand, QuotaLeases
+from controlplane.remembered import Freshness
 from controlplane.tickets import ticket
 from controlplane.usage import Counts, Entry, Records, UsageLedger
 from controlplane.vault import Vault, open_vault
@@ -63,6 +68,8 @@ INSERT INTO uploads (tenant, folder, taken, collect_time)
     FROM generate_series(1, 20000) n;
 INSERT INTO blob_leases (tenant, folder, node, end_time)
     SELECT 't' || (1 + mod(n, 10000)), 'f' || n, gen_random_uuid(), now() + '1 h'::interval FROM generate_series(1, 50000) n;
+INSERT INTO node_versions (tenant, adapter, node, version)
+    SELECT v.tenant, v.adapter, n.id, v.digest FROM versions v CROSS JOIN (SELECT id FROM nodes LIMIT 2) n;
 INSERT INTO changes (kind, tenant, adapter, version, generation)
     SELECT 1, 't' || (1 + mod(n, 10000)), 'a', '', 0 FROM generate_series(1, 50000) n;
 INSERT INTO audit (tenant, actor, action, object)
@@ -251,7 +258,15 @@ async def _serve(world: World, secret: str) -> None:
         digest = (await connection.execute(text("SELECT digest FROM versions WHERE tenant = 't7' AND number = 2"))).scalar_one()
         await connection.execute(_VERSIONS, {"digests": [digest]})
     node = str(next(one.id for one in nodes if one.base_digest == "ba" * 32))
-    await BlobGrants(database, vault, plane.blobs, lifetime_s=60).give(node, digest)
+    freshness = Freshness(database)
+    told = NodeVersions(database, freshness)
+    await told.note([NodeVersion("t7", "a", node, digest)])
+    identities = Identities(database, vault, freshness)
+    grants = BlobGrants(database, vault, plane.blobs, identities=identities, lifetime_s=60, registry=CollectorRegistry())
+    await grants.give(node, digest)
+    async with database.transaction(NODE) as connection:
+        await connection.execute(publish_staging._VERSIONS, {"digests": [digest]})
+    await freshness.close()
     feed = ChangeFeed(database)
     await feed.read((await feed.read("", max_changes=9)).next_cursor, max_changes=9)
     await Locator(database, None).locate("t8", "a", owner="t7")

@@ -153,6 +153,9 @@ async def test_a_node_is_told_what_it_judges_by_and_an_older_one_is_judged_for(w
     bare = (await world.publish(acme, seed=2)).version
     await ask(acme, REQUIRE)
 
+    for version in (signed, bare):
+        await world.ask(node, acme, version=version.digest)
+
     told = (await grant(node, signed.digest)).trust
     assert (told.policy, told.signature, [one.id for one in told.keys]) == (REQUIRE, signature, [key.id])
     age = datetime.datetime.now(datetime.UTC) - told.publish_time.ToDatetime(datetime.UTC)
@@ -261,6 +264,7 @@ async def test_a_version_that_was_published_gets_a_signature_and_is_granted_agai
     bare = (await world.publish(acme, seed=1)).version
     await trust(acme, signer.pem)
     await ask(acme, REQUIRE)
+    await world.ask(node, acme, version=bare.digest)
     code, text = await refused(grant(node, bare.digest, judges=False))
     assert (code, "is missing" in text) == (grpc.StatusCode.FAILED_PRECONDITION, True)
     code, _ = await refused(world.publish(acme, seed=1, signature=signer.sign(files_of(1))))
@@ -304,6 +308,7 @@ async def test_another_signature_takes_the_place_of_one_whose_key_is_removed(wor
     await ask(acme, REQUIRE)
     await trust(acme, second.pem, "second")
     await acme.signatures.RemoveTrustedKey(pb.RemoveTrustedKeyRequest(id=key.id))
+    await world.ask(node, acme, version=version)
     code, _ = await refused(grant(node, version, judges=False))
     assert code == grpc.StatusCode.FAILED_PRECONDITION
     assert (await attach(acme, version, second.sign(files_of(1)))).key_name == "second"

@@ -163,7 +163,7 @@ class FolderSource:
         """Transfers that were asked for."""
         return sum(map(len, self.offsets.values()))
 
-    async def grant_blobs(self, version: str) -> Grant:
+    async def grant_blobs(self, version: str, *, operator_key_digest: bytes = b"") -> Grant:
         self.num_grants += 1
         if version != self.version:
             raise NotFoundError("no such adapter, alias or version")

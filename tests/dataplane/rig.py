@@ -91,6 +91,7 @@ class ControlPlane(nodes_pb2_grpc.NodeServiceServicer, bases_pb2_grpc.BaseServic
         self.changes: list[nodes_pb2.Change] = []
         self.store_is_away = False
         self.enrolled = 0
+        self.operators: list[bytes] = []
         self.usage: list[nodes_pb2.UsageEntry] = []
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -130,6 +131,7 @@ class ControlPlane(nodes_pb2_grpc.NodeServiceServicer, bases_pb2_grpc.BaseServic
         return nodes_pb2.IntrospectResponse(kind=kinds[request.key_digest], key_id="id")
 
     async def GrantBlobs(self, request: Any, context: Any) -> Any:
+        self.operators.append(request.operator_key_digest)
         if self.store_is_away:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "away")
         if request.version != self.source.version or self.state != "READY":

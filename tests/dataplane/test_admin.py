@@ -13,9 +13,10 @@ import redis.asyncio
 from google.protobuf.duration_pb2 import Duration
 
 from dataplane import admin
+from dataplane.hints import Hint
 from dataplane.node import Node
 from dataplane.residency_reports import head_key, holdings_key
-from tests.dataplane.rig import BOT, OPERATOR, TENANT, ControlPlane, Rig, bearer, run_node, save_model, settings_for
+from tests.dataplane.rig import BOT, OPERATOR, TENANT, ControlPlane, Rig, bearer, digest_of, run_node, save_model, settings_for
 from veneer.artifact import describe_base
 from veneer.controlplane.v1 import nodes_pb2, reports_pb2
 from veneer.dataplane.v1 import admin_pb2
@@ -195,11 +196,22 @@ async def test_an_unload_says_what_came_free_in_every_tier_and_nothing_is_left(r
     assert (await rig.read(**BOT))[0].version == version, "it may be served, so it is loaded again"
 
 
+async def test_a_hint_is_left_by_nodes_that_it_does_not_name(rig: Rig) -> None:
+    version = rig.plane.source.version
+    rig.node._on_hint(Hint(version, "acme", ("elsewhere",)))
+    assert rig.node.prefetcher.num_loads == 0
+    for nodes in (("elsewhere", "id"), ()):  # the latter by a control plane of before
+        rig.node._on_hint(Hint(version, "acme", nodes))
+        assert rig.node.prefetcher.num_loads == 1
+        assert await rig.node.prefetcher.break_off(version)
+
+
 async def test_a_pinned_version_is_brought_to_the_device_and_the_pin_ends_with_an_unload(rig: Rig) -> None:
     version = rig.plane.source.version
     watch = Watch(rig)
     request = admin_pb2.PinVersionRequest(version=version, lifetime=Duration(seconds=600))
     made = (await rig.admin.PinVersion(request, metadata=bearer(OPERATOR))).pin
+    assert rig.plane.operators[0] == digest_of(OPERATOR), "the control plane verifies that an operator has told the node"
     await watch.until(admin_pb2.TIER_DEVICE, version)
     assert made.size_bytes == rig.node.cache.size_of(version)
     listed = await rig.admin.ListPins(admin_pb2.ListPinsRequest(), metadata=bearer(OPERATOR))

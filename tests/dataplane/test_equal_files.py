@@ -24,7 +24,7 @@ class TwoOwners:
         self._by_version = dict(zip(self.versions, owned, strict=True))
         self._by_owner = {source.grant.owner: source for source in owned}
 
-    async def grant_blobs(self, version: str) -> Grant:
+    async def grant_blobs(self, version: str, *, operator_key_digest: bytes = b"") -> Grant:
         return await self._by_version[version].grant_blobs(version)
 
     def read_blob(self, grant: Grant, blob: Blob, *, offset: int, idle_s: float) -> AsyncIterator[bytes]:

@@ -13,6 +13,7 @@ from dataplane.pins import PinLimits, Pins
 from veneer.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 
 LIMITS = PinLimits(max_bytes=100, max_bytes_per_tenant=60, max_pins=3, load_timeout_s=60.0)
+OPERATOR = bytes(32)
 SIZES = {"a": 40, "b": 40, "c": 20, "d": 10, "e": 1}
 OWNERS = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "y"}
 
@@ -39,7 +40,8 @@ class World:
             claim.loaded.set_result(None)
         return claim
 
-    async def grant(self, version: str) -> Grant:
+    async def grant_blobs(self, version: str, *, operator_key_digest: bytes = b"") -> Grant:
+        assert operator_key_digest == OPERATOR
         if version not in OWNERS:
             raise NotFoundError("no such version")
         return Grant(token="t", blobs=(), base_digest="base", owner=OWNERS[version])
@@ -49,13 +51,13 @@ class World:
 
 
 def make(world: World, limits: PinLimits = LIMITS) -> Pins:
-    return Pins(world, loader=world, grant=world.grant, cache=world, limits=limits)  # type: ignore[arg-type]
+    return Pins(world, loader=world, source=world, cache=world, limits=limits)  # type: ignore[arg-type]
 
 
 async def test_a_pin_keeps_copy_and_image_until_it_is_ended() -> None:
     world = World()
     pins = make(world)
-    made = await pins.pin("a", lifetime_s=60)
+    made = await pins.pin("a", lifetime_s=60, operator_key_digest=OPERATOR)
     assert (made.owner, made.size_bytes) == ("x", 40)
     assert (world.kept, world.held, pins.all()) == ({"a": "x"}, ["a"], [made])
     assert pins.unpin("a") == made
@@ -66,11 +68,11 @@ async def test_a_pin_keeps_copy_and_image_until_it_is_ended() -> None:
 async def test_a_pin_ends_by_itself_and_a_second_one_moves_its_end() -> None:
     world = World()
     pins = make(world)
-    first = await pins.pin("a", lifetime_s=60)
-    later = await pins.pin("a", lifetime_s=600)
+    first = await pins.pin("a", lifetime_s=60, operator_key_digest=OPERATOR)
+    later = await pins.pin("a", lifetime_s=600, operator_key_digest=OPERATOR)
     assert later.end_unix_s > first.end_unix_s
     assert world.held == ["a"], "one claim"
-    await pins.pin("a", lifetime_s=0.01)
+    await pins.pin("a", lifetime_s=0.01, operator_key_digest=OPERATOR)
     async with asyncio.timeout(60):
         while pins.all():  # noqa: ASYNC110  the end is a timer of the loop
             await asyncio.sleep(0.001)
@@ -88,36 +90,38 @@ async def test_beyond_a_budget_a_pin_is_refused_and_leaves_nothing(before: list[
     world = World()
     pins = make(world)
     for one in before:
-        await pins.pin(one, lifetime_s=60)
+        await pins.pin(one, lifetime_s=60, operator_key_digest=OPERATOR)
     with pytest.raises(ResourceExhaustedError, match=says):
-        await pins.pin(version, lifetime_s=60)
+        await pins.pin(version, lifetime_s=60, operator_key_digest=OPERATOR)
     assert sorted(world.held) == sorted(world.kept) == before
-    await pins.pin(before[0], lifetime_s=60)  # what is pinned already takes nothing more
+    await pins.pin(before[0], lifetime_s=60, operator_key_digest=OPERATOR)  # what is pinned already takes nothing more
 
 
 async def test_all_pins_together_have_a_budget() -> None:
     world = World()
     pins = make(world, PinLimits(max_bytes=45, max_bytes_per_tenant=60, max_pins=3))
-    await pins.pin("a", lifetime_s=60)
+    await pins.pin("a", lifetime_s=60, operator_key_digest=OPERATOR)
     with pytest.raises(ResourceExhaustedError, match="takes 10 bytes; all pins take 40 of 45"):
-        await pins.pin("d", lifetime_s=60)
+        await pins.pin("d", lifetime_s=60, operator_key_digest=OPERATOR)
 
 
 async def test_a_version_that_cannot_be_had_is_not_pinned() -> None:
     world = World()
     pins = make(world, PinLimits(max_bytes=100, max_bytes_per_tenant=60, max_pins=3, load_timeout_s=0.01))
     with pytest.raises(NotFoundError):
-        await pins.pin("unknown", lifetime_s=60)
+        await pins.pin("unknown", lifetime_s=60, operator_key_digest=OPERATOR)
     world.is_away = True
     with pytest.raises(UnavailableError, match="not loaded yet"):
-        await pins.pin("a", lifetime_s=60)
+        await pins.pin("a", lifetime_s=60, operator_key_digest=OPERATOR)
     assert (world.kept, world.held, pins.all()) == ({}, [], [])
 
 
 async def test_two_pins_at_once_do_not_pass_a_budget_together() -> None:
     world = World()
     pins = make(world)
-    done = await asyncio.gather(*(pins.pin(one, lifetime_s=60) for one in ("a", "b")), return_exceptions=True)
+    done = await asyncio.gather(
+        *(pins.pin(one, lifetime_s=60, operator_key_digest=OPERATOR) for one in ("a", "b")), return_exceptions=True
+    )
     assert [type(one) for one in done].count(ResourceExhaustedError) == 1
     assert len(pins.all()) == 1
     pins.close()

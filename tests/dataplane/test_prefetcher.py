@@ -14,7 +14,7 @@ from dataplane.lora.host_cache import TenantHostFullError, TenantHostLimitError
 from dataplane.transfer import DeletedVersionError
 from tests.dataplane.doubles import OTHER, VERSION, until
 from tests.dataplane.prefetching import THIRD, Rig, rigged
-from veneer.errors import FailedPreconditionError, NotFoundError, UnavailableError, VeneerError
+from veneer.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError, UnavailableError, VeneerError
 
 
 @pytest.fixture
@@ -178,7 +178,9 @@ async def test_an_image_that_is_lost_after_it_was_there_is_told_to_who_holds_a_c
     assert isinstance(claim.lost, FailedPreconditionError)
 
 
-@pytest.mark.parametrize("error", [NotFoundError("gone"), FailedPreconditionError("quarantined")])
+@pytest.mark.parametrize(
+    "error", [NotFoundError("gone"), FailedPreconditionError("quarantined"), PermissionDeniedError("not by this node")]
+)
 async def test_a_version_that_may_not_be_served_any_more_is_dropped_everywhere(rig: Rig, error: VeneerError) -> None:
     claim = rig.prefetcher.ensure(VERSION)
     await claim.loaded
@@ -216,6 +218,20 @@ async def test_only_what_is_meant_of_all_that_is_held_is_asked_about(rig: Rig) -
     rig.prefetcher.recheck_all(where=lambda version: version == OTHER)
     await rig.was_asked.wait()
     assert rig.asked == [OTHER]
+
+
+async def test_a_version_that_this_node_may_not_read_any_more_ends_its_load_and_may_be_asked_for_again(rig: Rig) -> None:
+    rig.store.open.clear()
+    claim = rig.prefetcher.ensure(VERSION)
+    await until(lambda: rig.store.started)
+    rig.prefetcher.recheck(VERSION)
+    rig.refused[VERSION] = PermissionDeniedError("not by this node")
+    rig.store.open.set()
+    with pytest.raises(UnavailableError, match="may not load the version now"):
+        await claim.loaded
+    assert rig.cache.versions() == ()
+    rig.refused.clear()
+    await rig.prefetcher.ensure(VERSION).loaded
 
 
 async def test_closing_ends_loads_and_those_who_wait(rig: Rig) -> None:

@@ -158,7 +158,7 @@ class Sources:
         self.by_version = {source.version: source for source in sources}
         self._url = url
 
-    async def grant_blobs(self, version: str) -> Grant:
+    async def grant_blobs(self, version: str, *, operator_key_digest: bytes = b"") -> Grant:
         grant = await self.by_version[version].grant_blobs(version)
         return dataclasses.replace(grant, blobs=tuple(dataclasses.replace(blob, url=self._url) for blob in grant.blobs))
 

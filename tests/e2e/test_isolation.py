@@ -7,6 +7,7 @@ The methods are read from the running services by reflection: a new one without 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +68,13 @@ async def scene(
     node_secret, _ = await _enrolled(stack, operator, model_base)
     _, node_id = await _enrolled(stack, operator, model_base)
     async with grpc.aio.insecure_channel(stack.state.control) as channel:
-        request = nodes_pb2.GrantBlobsRequest(version=current)
-        granted = await nodes_pb2_grpc.NodeServiceStub(channel).GrantBlobs(request, metadata=bearer(node_secret), timeout=60)
+        nodes, options = nodes_pb2_grpc.NodeServiceStub(channel), {"metadata": bearer(node_secret), "timeout": 60}
+        target = nodes_pb2.AdapterTarget(adapter="tone", version=current)
+        key_digest = hashlib.sha256(secrets.acme.encode()).digest()
+        await nodes.Resolve(
+            nodes_pb2.ResolveRequest(key_digest=key_digest, target=target, base_digest=model_base.digest), **options
+        )
+        granted = await nodes.GrantBlobs(nodes_pb2.GrantBlobsRequest(version=current), **options)
     return Scene(
         credentials={
             "owner": secrets.acme,

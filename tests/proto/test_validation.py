@@ -148,6 +148,7 @@ def test_an_ordinary_message_passes(message: Message) -> None:
         (part(data=b""), "data", "bytes.min_len"),
         (part(data=b"x" * 1048577), "data", "bytes.max_len"),
         (nodes_pb2.IntrospectRequest(key_digest=b"short"), "key_digest", "bytes.len"),
+        (nodes_pb2.GrantBlobsRequest(version=DIGEST, operator_key_digest=b"short"), "operator_key_digest", "bytes.len"),
         # whole numbers
         (base(vocab_size=0), "vocab_size", "uint32.gt"),
         (base(num_layers=1025), "num_layers", "uint32.gt_lte"),
