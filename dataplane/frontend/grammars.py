@@ -52,6 +52,7 @@ class CheckLimits:
         max_bytes: Verdicts that are kept, in bytes; beyond that the tenant that has most loses its oldest.
         max_cpu_s: Processor time of one.
         memory_bytes: Memory of one.
+        patience_s: How long the process may say nothing while it checks, on however busy a machine; then another takes its place.
     """
 
     timeout_s: float = 10.0
@@ -59,6 +60,7 @@ class CheckLimits:
     max_bytes: int = 32 << 20
     max_cpu_s: float = 1.0
     memory_bytes: int = 256 << 20
+    patience_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class Grammars:
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
         self._is_closed = False
+        self._heard_s = 0.0
         self._sending = asyncio.Lock()
         self._work: set[asyncio.Task[None]] = set()
 
@@ -156,6 +159,8 @@ class Grammars:
             async with asyncio.timeout(self._limits.timeout_s):
                 return await asyncio.shield(future)
         except TimeoutError:
+            if self._running and time.monotonic() - self._heard_s > self._limits.patience_s:
+                self._end(UnavailableError("the process that checks structured outputs hangs", retry_after_s=1.0))
             message = f"structured_outputs: it was not checked within {self._limits.timeout_s:g} s"
             raise ResourceExhaustedError(message, retry_after_s=1.0) from None
 
@@ -173,6 +178,8 @@ class Grammars:
                 self._lines[tenant] = line  # at the end: tenants go by turns
             busy.add(tenant)
             number = next(self._numbers)
+            if not self._running:
+                self._heard_s = time.monotonic()
             self._running[number] = key
             self._spawn(self._send([number, key[1].kind, key[1].text, self._is_heavy(tenant)]))
 
@@ -238,6 +245,7 @@ class Grammars:
             link.close()
 
     def _answer(self, number: int, status: str | int, words: str) -> None:
+        self._heard_s = time.monotonic()
         if (key := self._running.pop(number, None)) is None:
             return  # it was on its way when the process before this one ended, and has failed with that
         future = self._pending.pop(key)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -245,6 +248,20 @@ async def test_a_process_that_was_killed_ends_its_checks_and_another_one_follows
     grammars._process.kill()
     with pytest.raises(UnavailableError):
         await waiting
+    await grammars.check(Constraint("regex", "b"))
+
+
+async def test_a_process_that_hangs_is_replaced(grammars: Grammars) -> None:
+    await grammars.check(Constraint("regex", "a"))
+    hung = grammars._process
+    assert hung is not None
+    os.kill(hung.pid, signal.SIGSTOP)
+    patient = grammars._limits
+    grammars._limits = replace(patient, timeout_s=0.01, patience_s=0.0)
+    with pytest.raises(ResourceExhaustedError, match="not checked within"):
+        await grammars.check(Constraint("regex", "b"))
+    assert hung.returncode == -signal.SIGKILL
+    grammars._limits = patient
     await grammars.check(Constraint("regex", "b"))
 
 
