@@ -53,7 +53,7 @@ def _serve(link: socket.socket, order: dict[str, Any]) -> None:
                     for pid, _ in children.values():
                         os.kill(pid, signal.SIGKILL)
                     return
-                reader, pid = _fork(compiler, asked, order)
+                reader, pid = _fork(compiler, asked, order, link)
                 selector.register(reader, selectors.EVENT_READ)
                 parts[reader], children[reader] = bytearray(), (pid, asked[0])
                 continue
@@ -70,7 +70,7 @@ def _serve(link: socket.socket, order: dict[str, Any]) -> None:
             send(link, [number, *json.loads(data)] if status == 0 else [number, status, ""])
 
 
-def _fork(compiler: Any, asked: list[Any], order: dict[str, Any]) -> tuple[int, int]:
+def _fork(compiler: Any, asked: list[Any], order: dict[str, Any], link: socket.socket) -> tuple[int, int]:
     """Starts a child for a constraint; returns the end of the pipe on which it answers, and its process id."""
     reader, writer = os.pipe()
     pid = os.fork()
@@ -78,6 +78,8 @@ def _fork(compiler: Any, asked: list[Any], order: dict[str, Any]) -> tuple[int, 
         os.close(writer)
         return reader, pid
     try:
+        link.close()  # else the plane would not see the end of this process's parent before that of this one
+        os.close(sys.stdin.fileno())
         _, kind, text, is_heavy = asked
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICENESS if is_heavy else _LIGHT_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the kernel ends the process, whatever the library does just then

@@ -265,6 +265,25 @@ async def test_a_process_that_hangs_is_replaced(grammars: Grammars) -> None:
     await grammars.check(Constraint("regex", "b"))
 
 
+async def test_the_end_of_the_process_is_seen_though_a_compilation_of_it_stands_still(grammars: Grammars) -> None:
+    await grammars.check(Constraint("regex", "a"))
+    waiting = asyncio.create_task(grammars.check(SLOW))
+    assert grammars._process is not None
+    pid = grammars._process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    while not (compiling := children.read_text().split()):  # noqa: ASYNC110  the state of another process
+        await asyncio.sleep(0)
+    while os.getpriority(os.PRIO_PROCESS, int(compiling[0])) == os.getpriority(os.PRIO_PROCESS, pid):  # noqa: ASYNC110  as above
+        await asyncio.sleep(0)  # it has begun
+    os.kill(int(compiling[0]), signal.SIGSTOP)
+    try:
+        grammars._process.kill()
+        with pytest.raises(UnavailableError, match="structured outputs ended"):
+            await waiting
+    finally:
+        os.kill(int(compiling[0]), signal.SIGKILL)
+
+
 async def test_a_base_without_an_end_of_sequence_says_so(folder: Path) -> None:
     grammars = Grammars(folder, vocab_size=500, eos_ids=())
     with pytest.raises(FailedPreconditionError, match="end-of-sequence"):
