@@ -253,6 +253,10 @@ class Lexers:
             self._shrink()
         return lexer, True
 
+    def without_ends(self, mask: bytes) -> bytes:
+        """Returns a mask without the tokens that end a sequence; one that is not special stands for its own text too."""
+        return _without(mask, self._compiler.eos_ids)
+
     def worked(self, lexer: _Lexer, seconds: float) -> None:
         """Notes work on a lexer."""
         grown = int(seconds * _BYTES_PER_S)
@@ -436,13 +440,23 @@ class GrammarMask:
             self._num_taken = count
             mask = matcher.compute_bitmask()
             if not matcher.is_error():
-                return mask, ""
+                return (mask if matcher.is_accepting() else self._lexers.without_ends(mask)), ""
         return None, matcher.get_error()
 
     def _let_go(self) -> None:
         lexer, self._lexer, self._matcher = self._lexer, None, None
         if lexer is not None:
             self._lexers.close(lexer)
+
+
+def _without(mask: bytes, ids: Sequence[int]) -> bytes:
+    held = [id_ for id_ in ids if mask[id_ >> 3] & (1 << (id_ & 7))]
+    if not held:
+        return mask
+    cleared = bytearray(mask)
+    for id_ in held:
+        cleared[id_ >> 3] &= ~(1 << (id_ & 7)) & 0xFF
+    return bytes(cleared)
 
 
 @contextlib.contextmanager

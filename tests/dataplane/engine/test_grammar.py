@@ -257,6 +257,23 @@ def test_a_mask_is_for_one_place_of_the_output_and_nothing_waits_for_it(compiler
     grammars.stop()
 
 
+def test_an_end_that_has_a_text_of_its_own_is_left_out_until_the_text_is_complete(
+    compiler: GrammarCompiler, spoken_dir: Path
+) -> None:
+    a, b = token_of(compiler, "a"), token_of(compiler, "b")
+    grammars, woken = grammars_of(GrammarCompiler(spoken_dir, vocab_size=VOCAB, eos_ids=[a]))
+    mask = grammars.mask("t", of_regex("[ab]{2}"))
+    mask.begin()
+    for _ in range(2):
+        bits = next_mask(mask, woken)
+        assert not bits[a >> 3] >> (a & 7) & 1
+        assert bits[b >> 3] >> (b & 7) & 1
+        mask.advance(b)
+    bits = next_mask(mask, woken)
+    assert bits[a >> 3] >> (a & 7) & 1
+    grammars.stop()
+
+
 def test_a_grammar_that_takes_too_much_work_is_its_requests_own_fault(compiler: GrammarCompiler) -> None:
     grammars, woken = grammars_of(compiler)
     mask = grammars.mask("t", llguidance.LLMatcher.grammar_from_lark('start: e\ne: e e | e e e | "a" | /[a-z ]/'))
