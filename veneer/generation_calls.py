@@ -168,8 +168,8 @@ def _sampling(fields: dict[str, Any]) -> generation_pb2.SamplingParams:
     """
     whole, faults = generation_pb2.SamplingParams(), list[Violation]()
     for name, value in fields.items():
-        if name == "stop" and isinstance(value, str):
-            faults.append(Violation("stop", "is a string; give a list of strings"))
+        if fault := _fault(name, value):
+            faults.append(Violation(name, fault))
             continue
         try:
             whole.MergeFrom(generation_pb2.SamplingParams(**{name: value}))
@@ -178,3 +178,16 @@ def _sampling(fields: dict[str, Any]) -> generation_pb2.SamplingParams:
     if faults:
         raise InvalidArgumentError.of(faults)
     return whole
+
+
+def _fault(name: str, value: Any) -> str:
+    """Returns what is wrong with a value that the message would take as something else, or refuse without naming the cause."""
+    if name in ("stop", "bad_words") and value is not None:
+        if isinstance(value, str | bytes | Mapping):
+            return f"is a {'string' if isinstance(value, str) else type(value).__name__}; give a list of strings"
+    elif name == "structured_outputs" and isinstance(value, Mapping):
+        if len(value) > 1:
+            return f"has {', '.join(sorted(map(str, value)))}; give one of these"
+        odd = [f"{key} is a {type(one).__name__}; it must be a string" for key, one in value.items() if not isinstance(one, str)]
+        return f"{odd[0]}, such as json.dumps makes of a schema" if odd and "json" in value else "".join(odd)
+    return ""
