@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import report
 from benchmarks.admissions import measure_admissions
 from benchmarks.histories.measure import measure_histories
 from benchmarks.orphans import measure_orphans
 from benchmarks.probing import measure_probing
 from benchmarks.publishing import measure_publishing
-from benchmarks.report import Row
+from benchmarks.report import Row, run_sections
 from benchmarks.resolving import measure_resolving
 from benchmarks.scale import measure_scale
 
@@ -31,24 +28,5 @@ def sections(folder: Path, *, short: bool) -> dict[str, Callable[[], list[Row]]]
     }
 
 
-def main() -> None:
-    """Entry point."""
-    parser = report.parser("Measures the control plane on servers of its own.")
-    parser.add_argument("--only", nargs="+", metavar="SECTION", help="sections to measure (default: all)")
-    parser.add_argument("--short", action="store_true", help="a twentieth of it, to see that it works")
-    arguments = parser.parse_args()
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="veneer-bench-") as name:
-        known = sections(Path(name), short=arguments.short)
-        if unknown := set(arguments.only or ()) - set(known):
-            parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-        for section in arguments.only or known:
-            start = time.monotonic()
-            (Path(name) / section).mkdir()
-            rows += known[section]()
-            print(f"── {section}: {time.monotonic() - start:.0f} s ──", flush=True)
-    raise SystemExit(0 if report.publish(rows, path=arguments.json, title="the control plane") else 1)
-
-
 if __name__ == "__main__":
-    main()
+    run_sections(sections, description="Measures the control plane on servers of its own.", title="the control plane")

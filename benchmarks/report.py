@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -76,6 +78,35 @@ def publish(rows: Sequence[Row], *, path: Path | None, title: str) -> bool:
         ]
         path.write_text(json.dumps(listed, indent=1) + "\n")
     return all(holds is not False for holds in verdicts)
+
+
+class Sections(Protocol):
+    """What a program can measure, by name; each section has a folder of its own name in `folder`, made before it runs."""
+
+    def __call__(self, folder: Path, *, short: bool) -> dict[str, Callable[[], list[Row]]]:
+        """Returns the sections; `short` asks for a small part of each."""
+
+
+def run_sections(sections: Sections, *, description: str, title: str) -> None:
+    """Runs the sections that the command line names, each in a folder of its own, prints their rows, and ends the program.
+
+    The exit status is 0 if every bound holds.
+    """
+    arguments = parser(description)
+    arguments.add_argument("--only", nargs="+", metavar="SECTION", help="sections to measure (default: all)")
+    arguments.add_argument("--short", action="store_true", help="a small part of it, to see that it works")
+    options = arguments.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="veneer-bench-") as folder:
+        known = sections(Path(folder), short=options.short)
+        if unknown := set(options.only or ()) - set(known):
+            arguments.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        for section in options.only or known:
+            start_s = time.monotonic()
+            Path(folder, section).mkdir()
+            rows += known[section]()
+            print(f"── {section}: {time.monotonic() - start_s:.0f} s ──", flush=True)
+    raise SystemExit(0 if publish(rows, path=options.json, title=title) else 1)
 
 
 def markdown(listed: Sequence[Mapping[str, Any]]) -> str:

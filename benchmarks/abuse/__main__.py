@@ -5,18 +5,15 @@ Each section starts a system of its own, measures a victim alone, attacks, and m
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import report
 from benchmarks.abuse.bursts import measure_bursts
 from benchmarks.abuse.grammars import measure_grammars
 from benchmarks.abuse.templates import measure_templates
 from benchmarks.abuse.unknown_keys import measure_unknown_keys
 from benchmarks.abuse.uploads import measure_uploads
-from benchmarks.report import Row
+from benchmarks.report import Row, run_sections
 
 
 def sections(folder: Path, *, short: bool) -> dict[str, Callable[[], list[Row]]]:
@@ -30,24 +27,5 @@ def sections(folder: Path, *, short: bool) -> dict[str, Callable[[], list[Row]]]
     }
 
 
-def main() -> None:
-    """Entry point."""
-    parser = report.parser("Measures what attacks of one caller do to others, on systems of its own.")
-    parser.add_argument("--only", nargs="+", metavar="SECTION", help="sections to measure (default: all)")
-    parser.add_argument("--short", action="store_true", help="a small part of it, to see that it works")
-    arguments = parser.parse_args()
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="veneer-abuse-") as name:
-        known = sections(Path(name), short=arguments.short)
-        if unknown := set(arguments.only or ()) - set(known):
-            parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-        for section in arguments.only or known:
-            start = time.monotonic()
-            (Path(name) / section).mkdir()
-            rows += known[section]()
-            print(f"── {section}: {time.monotonic() - start:.0f} s ──", flush=True)
-    raise SystemExit(0 if report.publish(rows, path=arguments.json, title="abuse") else 1)
-
-
 if __name__ == "__main__":
-    main()
+    run_sections(sections, description="Measures what attacks of one caller do to others, on systems of its own.", title="abuse")
