@@ -179,6 +179,10 @@ def explain(error: str) -> str:
     first = (lines or ["it is not valid"])[0]
     if first.startswith("at ") and ": failed to compile JSON schema: " in first:  # the place is one of our own wrapping
         first = first.partition(": failed to compile JSON schema: ")[2]
+    if first.endswith("regex parse error:") and (causes := [line for line in lines if line.startswith("error: ")]):
+        return f"{first[:200]} {causes[0].removeprefix('error: ')[:120]}"
+    if first == "NoExtensionBias":
+        return "its rules or references lead in a circle, so that no text matches"
     for sign, words, limit in _LIMITS:
         if sign in error:
             return f"takes too much work: {words.format(f'{limit:,}')} ({first[:120]})"

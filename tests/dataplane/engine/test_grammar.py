@@ -345,6 +345,25 @@ def test_a_lexer_that_grows_beyond_its_part_is_left_and_its_request_goes_on(comp
     grammars.lexers.retire(mask._lexer or before)
 
 
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (of_regex("(?=a)b"), "look-around"),
+        (of_regex(r"(a)\1"), "backreferences"),
+        (of_regex("(a"), "unclosed group"),
+        (of_schema({"type": "string", "pattern": "^(?!a)b$"}), "look-around"),
+        (of_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}), "lead in a circle"),
+        (llguidance.LLMatcher.grammar_from_lark("start: a\na: b\nb: a"), "lead in a circle"),
+    ],
+)
+def test_a_grammar_that_does_not_compile_is_told_the_cause(compiler: GrammarCompiler, grammar: str, words: str) -> None:
+    # Rules in a circle compile; it is their first mask that fails.
+    with pytest.raises(InvalidArgumentError, match=words):
+        matcher = compiler.compile(grammar)
+        matcher.compute_bitmask()
+        raise InvalidArgumentError(explain(matcher.get_error()))
+
+
 def test_a_mask_looks_no_further_than_one_token(compiler: GrammarCompiler, spoken_dir: Path) -> None:
     """Where a text can go on in one way only, each token that begins it is allowed: nothing finds out how far that way goes."""
     text = "the quick fox" * 400
