@@ -75,8 +75,24 @@ def _rewritten(schema: Any, at: str, *, is_whole: bool) -> Any:
     for key in (*_BOUNDS, "multipleOf"):
         if isinstance(number := schema.get(key), int | float) and abs(number) > sys.float_info.max:
             raise ValueError(f"{at}.{key} is too large to be enforced")
+    for key in ("const", "enum"):
+        _check_written(schema.get(key), f"{at}.{key}")
     _bound(schema, result, is_whole=is_whole)
     return result
+
+
+def _check_written(value: Any, at: str) -> None:
+    """Refuses a number that the library would write as another, since it holds it as a float."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            _check_written(one, f"{at}.{name}")
+    elif isinstance(value, list):
+        for place, one in enumerate(value):
+            _check_written(one, f"{at}[{place}]")
+    elif isinstance(value, int) and abs(value) > _LARGEST:
+        raise ValueError(f"{at} is an integer beyond 2^53, which would be written as another; give it as a string")
+    elif isinstance(value, _Real) and not (math.isfinite(value) and Fraction(repr(float(value))) == Fraction(value.text)):
+        raise ValueError(f"{at} has more digits than a float holds, and would be written as another number")
 
 
 def _is_whole(schema: dict[str, Any], *, is_whole: bool) -> bool:

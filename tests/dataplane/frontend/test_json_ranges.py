@@ -129,3 +129,22 @@ def test_only_bounds_are_written_anew() -> None:
     assert written["properties"].pop("a") == {"type": "integer", "minimum": 2}
     del schema["properties"]["a"]  # type: ignore[attr-defined]
     assert written == schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ('{"const": 9007199254740993}', r"\$\.const is an integer beyond 2\^53"),
+        ('{"properties": {"id": {"enum": [1, -12345678901234567890123]}}}', r"\$\.properties\.id\.enum\[1\] is an integer"),
+        ('{"const": {"a": [0.1234567890123456789]}}', r"\$\.const\.a\[0\] has more digits"),
+        ('{"const": 1e999}', r"\$\.const has more digits"),
+    ],
+)
+def test_a_number_that_would_be_written_as_another_is_refused_by_name(schema: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        with_exact_ranges(schema)
+
+
+@pytest.mark.parametrize("number", ["9007199254740992", "-9007199254740992", "0.1", "1e-10", "1e25", "1.50"])
+def test_a_number_that_a_float_holds_is_written(number: str) -> None:
+    assert float(json.dumps(json.loads(with_exact_ranges(f'{{"const": {number}}}'))["const"])) == float(number)
