@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING
 
 from dataplane.engine.messages import MAX_GRAMMAR_BYTES
@@ -17,6 +18,7 @@ _LARK_RULE = re.compile(
     r"^[ \t]*(?:%[a-z]|[?!]{0,2}[A-Za-z_][\w-]*[ \t]*(?:\.-?\d+)?[ \t]*(?:\{[^}\n]*\}|\[[^\]\n]*\]|::_)?[ \t]*:(?!:))",
     re.MULTILINE,
 )
+_GBNF_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z_][\w-]*[ \t]*::=", re.MULTILINE)
 
 
@@ -78,9 +80,18 @@ def _from_gbnf(text: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
-        converted: str = gbnf_to_lark(text)
+        converted: str = gbnf_to_lark(_GBNF_ESCAPE.sub(_unescaped, text))
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except Exception as error:  # noqa: BLE001 - the library raises bare exceptions for faults of the text
         raise ValueError(str(error)) from None
     return converted
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    """Returns the letter or sign that an escape names, which the library's conversion spells wrongly; another escape stays."""
+    digits = match[1] or match[2] or match[3]
+    code = int(digits, 16) if digits else 0
+    is_character = 0 < code <= sys.maxunicode and not 0xD800 <= code <= 0xDFFF
+    character = chr(code) if is_character else ""
+    return character if character.isalnum() or (code > 0xA0 and character.isprintable()) else match[0]

@@ -51,6 +51,7 @@ def sent(grammars: Grammars) -> int:
         Constraint("regex", "[a-z]{2,5}(-[0-9]+)?"),
         Constraint("grammar", 'start: "a" | "b" start'),
         Constraint("grammar", 'root ::= "a" | "b" root'),
+        Constraint("grammar", r'root ::= "\u00e9" | "\x41" | "\U0001F600" | "\\x" | [\u00e0-\u00ff\x00-\x1f]'),
     ],
 )
 async def test_what_can_be_enforced_compiles(grammars: Grammars, folder: Path, constraint: Constraint) -> None:
