@@ -135,7 +135,11 @@ class ChatTemplate:
             try:
                 answer = await self._ask(place, process, pack_messages(messages))
             except _EndedError as error:
-                was_ended = True
+                was_ended = True  # also where the machine is to blame: the tenant held a process for as long
+                if not process.reached_limit:
+                    raise UnavailableError(
+                        f"the process that rendered the conversation was ended: {error}", retry_after_s=1.0
+                    ) from error
                 raise TemplateLimitError(f"the base model's chat template was ended: {error}") from error
             if answer.kind == "memory":
                 was_ended = True
@@ -190,7 +194,7 @@ class ChatTemplate:
         """Sends a message and returns its answer.
 
         Raises:
-            _EndedError: The process reached a limit; its place is free.
+            _EndedError: The process was ended at a limit, or gave no answer in time; its place is free.
             UnavailableError: The node stops, or something else killed the process.
         """
         try:

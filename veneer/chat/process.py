@@ -63,18 +63,18 @@ class RenderProcess:
         self.link.close()
 
     def fall(self, patience_s: float = 1.0) -> str:
-        """Says which limit ended a process whose link broke off; one that still runs is ended. Blocks; `link` stays open.
+        """Says why a process gives no answer, and ends it if it still runs. Blocks; `link` stays open.
 
         Returns:
-            The limit; empty: somebody else killed the process.
+            The cause; `reached_limit` tells whether the template is to blame. Empty: another program killed the process.
         """
         try:
             status = self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            self.reached_limit = True
-            return f"it gave no answer within {PATIENCE_S:g} s"
+            # The kernel ends a process that used up its processor time, so this one had too little of it, or was stopped.
+            return f"it gave no readable answer within {PATIENCE_S:g} s, though it had processor time left"
         self.reached_limit = status == NO_JINJA or (status < 0 and status != -signal.SIGKILL)
         return _describe_status(status, self.order)
 

@@ -277,6 +277,21 @@ async def test_a_process_that_is_killed_is_replaced() -> None:
         assert set(chat.pids).isdisjoint(before)
 
 
+async def test_a_process_that_stands_still_is_replaced_and_no_fault_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with template(CHAT) as chat:
+        await chat.start()
+        before = chat.pids
+        for pid in before:
+            os.kill(pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr("dataplane.frontend.chat_template.PATIENCE_S", 0.01)
+            with pytest.raises(UnavailableError, match="no readable answer within 30 s, though it had processor time left") as caught:
+                await chat.render(HELLO, tenant="a")
+        assert caught.value.retry_after_s
+        assert (await chat.render(HELLO, tenant="a")).text
+        assert len(set(before) & set(chat.pids)) == 1, "the other one was not asked"
+
+
 async def test_a_process_that_does_not_come_up_is_no_fault_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
     async with template(CHAT) as chat:
         with monkeypatch.context() as patch:
