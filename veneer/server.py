@@ -207,15 +207,16 @@ class PlaneServer:
             callers = await self._listen("callers", self._options.callers)
             operators = await self._listen("operators", self._options.operators)
             metrics = "" if self._options.metrics is None else self._serve_metrics(self._options.metrics)
-            self.addresses = Addresses(callers, operators, metrics)
+            addresses = Addresses(callers, operators, metrics)
             await self.set_serving(serving)
             if self._options.ready_file is not None:
-                _write_whole(self._options.ready_file, json.dumps(asdict(self.addresses)))
+                _write_whole(self._options.ready_file, json.dumps(asdict(addresses)))
         except BaseException:
-            await self.stop(grace_s=0)
+            await self.stop(grace_s=0)  # before `addresses` is set: no client knows the listeners, so none has to be shut down
             raise
-        _LOG.info("listening", extra=asdict(self.addresses))
-        return self.addresses
+        self.addresses = addresses
+        _LOG.info("listening", extra=asdict(addresses))
+        return addresses
 
     async def set_serving(self, serving: bool) -> None:  # noqa: FBT001  the name says what it is
         """Says by health whether new calls are welcome; it refuses none."""
