@@ -126,7 +126,8 @@ async def test_an_engine_that_dies_while_versions_load_ends_their_requests_and_l
     adapters = {marker: (await publish(acme, marker)).version.adapter for marker in "GHI"}
     engine = engine_pid(stack)
     async with conserved(operator):
-        reading = [asyncio.create_task(Stream(acme, name, max_tokens=8).read()) for name in adapters.values() for _ in range(5)]
+        long = (Stream(acme, name, max_tokens=500) for name in adapters.values() for _ in range(5))  # none ends unseen
+        reading = [asyncio.create_task(stream.read()) for stream in long]
         await until(lambda: _waits(operator))
         os.kill(engine, signal.SIGKILL)
         for answer in await asyncio.gather(*reading):
