@@ -285,7 +285,9 @@ async def test_a_process_that_stands_still_is_replaced_and_no_fault_of_the_templ
             os.kill(pid, signal.SIGSTOP)
         with monkeypatch.context() as patch:
             patch.setattr("dataplane.frontend.chat_template.PATIENCE_S", 0.01)
-            with pytest.raises(UnavailableError, match="no readable answer within 30 s, though it had processor time left") as caught:
+            with pytest.raises(
+                UnavailableError, match="no readable answer within 30 s, though it had processor time left"
+            ) as caught:
                 await chat.render(HELLO, tenant="a")
         assert caught.value.retry_after_s
         assert (await chat.render(HELLO, tenant="a")).text
